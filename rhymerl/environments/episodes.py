@@ -49,7 +49,7 @@ class Episodes:
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
         self._waits_for_all = lockstep
-        self._has_warned = False
+        self._warned: set[FinishReason] = set()
         self._decode = decode
         self._context_tokens = context_tokens
         self._waiting: dict[str, tuple[RolloutRequest, Output]] = {}  # turns that have ended, by request id
@@ -119,11 +119,12 @@ class Episodes:
             try:
                 tokens = self._tokens_of(reply, request, output)
             except DataError as error:
-                reason, failure = "environment", str(error)
-            if len(tokens) >= self._room(request, output):
-                reason, tokens = "context", _NOTHING
-        if reason == "environment":
-            self._warn(request, failure)
+                reason, failure = "environment", str(error).removeprefix(f"{self._location(request)}: ")
+            else:
+                if len(tokens) >= self._room(request, output):
+                    reason, tokens, failure = "context", _NOTHING, self._too_long(tokens)
+        if failure:
+            self._warn(request, reason, failure)
         turn = TurnEnd(
             start=len(output),
             stop=len(output) + len(tokens),
@@ -141,8 +142,15 @@ class Episodes:
             reply.content,
             is_chat=request.prompt.is_chat,
             ended_by=int(output.token_ids[-1]),
-            location=request.prompt.location or request.id,
+            location=self._location(request),
         )
+
+    def _too_long(self, tokens: IntArray) -> str:
+        return f"its reply of {len(tokens)} tokens leaves no room for a turn in the model's context of {self._context_tokens}"
+
+    @staticmethod
+    def _location(request: RolloutRequest) -> str:
+        return request.prompt.location or request.id
 
     def _ending(self, request: RolloutRequest, output: Output, reply: Reply | None) -> FinishReason:
         """Return how an answer has ended after a turn, `withdrawn` if it goes on behind the reply."""
@@ -154,14 +162,15 @@ class Episodes:
             return "max_turns"
         return "length" if output.num_sampled >= request.sampling.max_tokens else "withdrawn"
 
-    def _warn(self, request: RolloutRequest, failure: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+    def _warn(self, request: RolloutRequest, reason: FinishReason, failure: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
             _LOG.warning(
-                "environment: failed in episode %s (%s), which ends there: %s (more are only counted, as episodes/environment_frac)",
+                "environment: episode %s (%s) ends early: %s (more are only counted, as episodes/%s_frac)",
                 request.id,
                 request.prompt.location,
                 failure,
+                reason,
             )
 
     def _room(self, request: RolloutRequest, output: Output) -> int:

@@ -81,9 +81,14 @@ class Tools(Environment):
         return list(dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None))
 
     def prepare(self, tokenizer: Any) -> Self:
-        """Raises ValueError where nothing says how the policy writes calls, and what a class raises when it is made."""
+        """Raises ValueError where nothing says how the policy writes calls, and for a class of which no object can be made."""
         for owner in self.owners:
-            _close(owner())
+            with Attempt() as attempt:
+                _close(owner())
+            if isinstance(attempt.error, RhymeError):
+                raise attempt.error
+            if attempt.error is not None:
+                raise ValueError(f"tools: {owner.__qualname__} cannot be made: {attempt.message}") from attempt.error
         return self if self.calls is not None else replace(self, calls=self._format(tokenizer))
 
     def _format(self, tokenizer: Any) -> CallFormat:

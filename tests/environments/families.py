@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rhymerl.environments.encoding import ReplyEncoder
 
@@ -370,3 +371,13 @@ FAMILIES = {
 
 def encoder_of(name: str, **settings: Any) -> ReplyEncoder:
     return ReplyEncoder(FAMILIES[name].tokenizer(), stop_token_ids=FAMILIES[name].stop_token_ids(), **settings)
+
+
+def save_model(name: str, path: Path) -> None:
+    """Write a directory with a tiny model of the family's tokenizer."""
+    tokenizer = FAMILIES[name].tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 1024}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **heads)
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)

@@ -168,3 +168,24 @@ def with_any(*args: int) -> None:
 
 
 NUMBER = 3
+
+
+def spaced(a: int) -> int:
+    """Measure.
+
+    Args:
+        a: A number.
+    """
+    return a
+
+
+spaced.__name__ = "with a space"
+
+
+class Refuses:
+    def __init__(self) -> None:
+        raise ConnectionError("nobody is there")
+
+    def ask(self) -> str:
+        """Ask."""
+        return ""

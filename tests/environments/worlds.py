@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,30 @@ class Fails(Environment):
 
     def reply(self, row, turns):
         return None
+
+
+class NeedsAddress(Environment):
+    """Nobody gives it its address."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def reply(self, row, turns):
+        return None
+
+
+class Litters(Environment):
+    """Leaves two processes behind with each reply, one of them in a session of its own, and notes their ids in a file."""
+
+    def __init__(self, log: str) -> None:
+        self.log = log
+
+    def reply(self, row, turns):
+        for is_daemon in (False, True):
+            process = subprocess.Popen(["sleep", "600"], start_new_session=is_daemon)
+            with open(self.log, "a") as file:
+                file.write(f"{process.pid}\n")
+        return "1" if len(turns) == 1 else None
 
 
 class Shows(Environment):
