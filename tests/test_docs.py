@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -25,6 +26,7 @@ from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
 from rhymerl.training.evaluation import EvaluationSettings
 from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, table_after, write_files
+from tests.environments.families import save_model
 from tests.environments.worlds import Counts
 
 DOCS = ROOT / "docs"
@@ -77,8 +79,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @each("bash", OWN_PARTS)
 def test_parts_of_ones_own_run(block, folder: Path) -> None:
+    tiny = TINY
+    if "my_agent" in block.text:  # for a model with a chat template, and questions
+        save_model("mistral", folder / "my_model")
+        question = {"prompt": [{"role": "user", "content": "2?"}], "answer": "12.57"}
+        (folder / "my_questions.jsonl").write_text(json.dumps(question) + "\n")
+        tiny = [word for word in TINY if not word.startswith("task.")]
     for words in block.commands:
-        smaller = [*TINY, "run_dir=run"] if words[1] == "fit" else SHORTER[words[1]]
+        smaller = [*tiny, "run_dir=run"] if words[1] == "fit" else SHORTER[words[1]]
         assert main([*words[1:], *smaller]) == 0
     if "backend" in block.text:
         assert len((folder / "answers.jsonl").read_text().splitlines()) == 4 + 8 + 4
