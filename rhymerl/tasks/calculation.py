@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rhymerl.errors import at_least
-from rhymerl.rewards.functions import numeric_match
 from rhymerl.tasks.base import Row, Task
 
 _INSTRUCTION = "Use the calculator."
@@ -44,4 +44,5 @@ class Calculation(Task):
 
 def calculation_reward(completion: str, *, turns: Sequence[Mapping[str, str]], answer: str) -> float:
     """Return 1.0 when the last number of the policy's last turn is the answer, else 0.0."""
-    return numeric_match(turns[-1]["text"], answer=answer)
+    numbers = re.findall(r"\d+", turns[-1]["text"])
+    return float(bool(numbers) and numbers[-1] == answer)
