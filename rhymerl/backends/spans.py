@@ -1,13 +1,15 @@
-"""Spans of time in which a worker decoded, or loaded weights, for the timeline of a run."""
+"""Spans of time in which a worker decoded, waited for environments or loaded weights, for the timeline of a run."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 EVALUATION = -1  # in the place of a step
 _GAP_S = 0.02  # which nobody sees on a timeline
+# `environment`: it had nothing to decode, because environments had not replied.
+Activity: TypeAlias = Literal["decode", "environment", "weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +17,8 @@ class WorkerSpan:
     """What a worker did from .. to, in Unix time of its own machine."""
 
     worker: int
-    activity: Literal["decode", "weights"]
-    number: int  # the step that it decoded for, or EVALUATION; of weights their version
+    activity: Activity
+    number: int  # the step that it was for, or EVALUATION; of weights their version
     start_s: float
     end_s: float
 
@@ -26,14 +28,17 @@ class WorkerSpan:
 
 
 class SpanLog:
-    """The spans of a worker since they were last taken; those of one activity that are at most `gap_s` apart are one."""
+    """The spans of a worker since they were last taken; those of one activity that are at most `gap_s` apart are one.
+
+    A wait for environments in such a gap is left out.
+    """
 
     def __init__(self, worker: int = 0, *, gap_s: float = _GAP_S) -> None:
         self.worker = worker
         self.gap_s = gap_s
         self._spans: list[WorkerSpan] = []
 
-    def note(self, activity: Literal["decode", "weights"], number: int, *, seconds: float) -> None:
+    def note(self, activity: Activity, number: int, *, seconds: float) -> None:
         """Note what has just ended after so many seconds."""
         end_s = time.time()
         start_s = end_s - seconds
@@ -41,11 +46,13 @@ class SpanLog:
 
     def add(self, span: WorkerSpan) -> None:
         """Note a span that some other log has given, as one of this worker's."""
-        last = self._spans[-1] if self._spans else None
-        if last is not None and self._goes_on(last, span):
-            self._spans[-1] = replace(last, end_s=span.end_s)
+        spans = self._spans
+        if len(spans) > 1 and spans[-1].activity == "environment" and self._goes_on(spans[-2], span):
+            spans.pop()
+        if spans and self._goes_on(spans[-1], span):
+            spans[-1] = replace(spans[-1], end_s=span.end_s)
         else:
-            self._spans.append(replace(span, worker=self.worker))
+            spans.append(replace(span, worker=self.worker))
 
     def _goes_on(self, last: WorkerSpan, span: WorkerSpan) -> bool:
         is_same = (last.activity, last.number) == (span.activity, span.number)

@@ -1,4 +1,4 @@
-"""What a profiled run notes beside the steps: each pass of the engines in the ranks, and when each reward was there."""
+"""What a profiled run notes beside the steps: each pass of the engines in the ranks, and when rewards and replies were there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rhymerl.report.steps import StepFile
 
 
 class RecordPasses(L.Callback):
-    """Writes a line a step to `path`, with the passes and rewards of all ranks; its place in the file travels in the checkpoint.
+    """Writes a line a step to `path`, with the passes and rewards of all ranks, and when episodes waited for environments.
 
-    Engines in processes of their own do not tell of passes. Runs on every rank. Needs a RhymeModule.
+    Its place in the file travels in the checkpoint. Engines in processes of their own do not tell of passes. Runs on every rank. Needs a RhymeModule.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = True) -> None:
@@ -47,7 +47,9 @@ class RecordPasses(L.Callback):
         }
         of_ranks = pl_module._ranks.gather(mine)
         if trainer.is_global_zero:
-            self._file.append({"step": pl_module.num_rollouts, "ranks": of_ranks})
+            turns = [turn for each in pl_module.last_rollout.samples for turn in each.completion.output.turns if turn.replied_at]
+            waits = [[round(turn.replied_at - turn.waited_s, 5), round(turn.replied_at, 5)] for turn in turns]
+            self._file.append({"step": pl_module.num_rollouts, "ranks": of_ranks, "waits": waits})
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_bytes": self._file.num_bytes}

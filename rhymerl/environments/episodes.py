@@ -133,6 +133,7 @@ class Episodes:
             reward=reply.reward,
             metrics=reply.metrics,
             waited_s=replied.waited_s,
+            replied_at=replied.replied_at,
         )
         return replace(output + _unsampled(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
 

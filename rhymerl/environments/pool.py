@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
-from time import monotonic
+from time import monotonic, time
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -39,6 +39,7 @@ class Replied(NamedTuple):
     reply: Reply | None
     failure: str
     waited_s: float
+    replied_at: float  # in Unix time
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +250,8 @@ class EnvironmentPool:
     def _settle(self, call: _Call, *, reply: Reply | None = None, failure: str = "") -> None:
         if self._current.get(call.ask.episode) == call.ask.number:  # else nobody wants it any more
             del self._current[call.ask.episode]
-            self._replied.append(Replied(call.ask.episode, reply, failure, monotonic() - call.asked_at))
+            waited_s = monotonic() - call.asked_at
+            self._replied.append(Replied(call.ask.episode, reply, failure, waited_s, time()))
 
     def _lose(self, process: _Process, message: str = "") -> None:
         """A process has died: the call that it was at is settled, or each of several is asked again alone."""

@@ -38,6 +38,7 @@ COLOURS: dict[str, tuple[str, str]] = {  # by name: on a light page, on a dark o
     "part-5": _SERIES[4],
     "bar-rollout": _SERIES[0],
     "bar-ahead": ("#9cbfe6", "#35608f"),
+    "bar-environment": ("#e6d5a4", "#6a5d33"),
     "bar-update": _SERIES[1],
     "bar-weights": ("#1d2430", "#e4e8ee"),
 }

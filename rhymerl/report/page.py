@@ -72,7 +72,7 @@ def page_of(runs: Sequence[Run]) -> str:
     ]
     data = {
         "charts": {chart.id: asdict(chart) for section in sections for chart in section.charts},
-        "timelines": [{"run": name, **asdict(timeline)} for name, timeline in timelines],
+        "timelines": [{"run": name, "kinds": timeline.kinds, **asdict(timeline)} for name, timeline in timelines],
         "metrics": [{"run": run.name, "step": run.step_name, "curves": _all_curves(run)} for run in runs],
         "samples": samples,
     }
@@ -81,7 +81,7 @@ def page_of(runs: Sequence[Run]) -> str:
         parts=[parts_of(run) for run in runs],
         problems=[problems_of(run) for run in runs],
         sections=sections,
-        timelines=[(name, {bar.kind for bar in timeline.bars}) for name, timeline in timelines],
+        timelines=[(name, timeline.kinds) for name, timeline in timelines],
         has_metrics=any(run.curves for run in runs),
         samples=samples,
         figures=key_figures(runs),

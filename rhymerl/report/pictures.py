@@ -106,9 +106,8 @@ def _draw(axis: Any, series: Series) -> None:
 def _timeline(timeline: RunTimeline, name: str) -> Any:
     caption = "What is empty is a bubble; lines are the ends of steps, ticks new weights."
     figure, axis = _figure(f"Timeline: {name}", caption, 1.6 + 0.35 * len(timeline.rows))
-    for kind in ("rollout", "ahead", "update"):
+    for kind, label in timeline.kinds.items():
         bars = [bar for bar in timeline.bars if bar.kind == kind]
-        label = "for the next step" if kind == "ahead" else kind
         widths, starts = [bar.end_s - bar.start_s for bar in bars], [bar.start_s for bar in bars]
         axis.barh([bar.row for bar in bars], widths, left=starts, height=0.7, color=_light(f"bar-{kind}"), label=label)
     weights = [bar for bar in timeline.bars if bar.kind == "weights"]
@@ -120,7 +119,7 @@ def _timeline(timeline: RunTimeline, name: str) -> Any:
     axis.set_yticks(range(len(timeline.rows)), timeline.rows)
     axis.invert_yaxis()
     axis.set_xlabel("seconds", fontsize=9, color=_light("muted"))
-    figure.legend(loc="outside upper right", frameon=False, fontsize=8, ncols=3)
+    figure.legend(loc="outside upper right", frameon=False, fontsize=8, ncols=4)
     return figure
 
 

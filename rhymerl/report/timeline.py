@@ -1,4 +1,4 @@
-"""The timeline of a run: when workers decoded, when weights came, when the policy was trained."""
+"""The timeline of a run: when workers decoded or waited for environments, when weights came, when the policy was trained."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ _MOST_BARS = 2_000
 _TRAINING = ("update", "advantage", "values", "ref", "old_log_prob")  # parts of a step, from its end backwards
 _TRAINER = "trainer"
 
-BarKind = Literal["rollout", "ahead", "update", "weights"]
+BarKind = Literal["rollout", "ahead", "environment", "update", "weights"]
+_BAR_NAMES: Mapping[BarKind, str] = {  # of those that are drawn as bars
+    "rollout": "rollout",
+    "ahead": "for the next step",
+    "environment": "waiting for environments",
+    "update": "update",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a row did from .. to, in seconds since the timeline began; `ahead` is decoding for a step before the one before has ended."""
+    """What a row did from .. to, in seconds since the timeline began.
+
+    `ahead` is decoding for a step before the one before has ended; `environment` is a time with nothing to decode, because environments
+    had not replied.
+    """
 
     row: int
     kind: BarKind
@@ -34,6 +44,12 @@ class RunTimeline:
     rows: Sequence[str]
     bars: Sequence[Bar]
     step_ends: Sequence[tuple[int, float]]  # step, seconds since the timeline began
+
+    @property
+    def kinds(self) -> dict[BarKind, str]:
+        """Return the words for each kind of its bars."""
+        found = {bar.kind for bar in self.bars}
+        return {kind: words for kind, words in _BAR_NAMES.items() if kind in found}
 
 
 def timeline_of(run: Run) -> RunTimeline | None:
@@ -79,6 +95,8 @@ def _bars(span: WorkerSpan, row: int, ends: Mapping[int, float], begin_s: float)
         return [Bar(row=row, kind="weights", step=span.number, start_s=start_s, end_s=end_s)]
     if span.number == EVALUATION:
         return []
+    if span.activity == "environment":
+        return [Bar(row=row, kind="environment", step=span.number + 1, start_s=start_s, end_s=end_s)]
     turn_s = ends.get(span.number, span.start_s) - begin_s
     parts: list[tuple[BarKind, float, float]] = [
         ("ahead", start_s, min(end_s, turn_s)),

@@ -1,13 +1,14 @@
-"""A run as a Chrome trace, which Perfetto and chrome://tracing show: ranks and workers, passes, rewards, updates."""
+"""A run as a Chrome trace, which Perfetto and chrome://tracing show: ranks and workers, passes, rewards, waiting episodes, updates."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rhymerl.backends.spans import EVALUATION
+from rhymerl.backends.spans import EVALUATION, WorkerSpan
 from rhymerl.folders import writing
 from rhymerl.report.base import StepTimes
 from rhymerl.report.reading import read_run
@@ -29,16 +30,19 @@ def write_trace(run_dir: Path) -> Path:
     Raises UsageError and DataError as `read_run` does.
     """
     steps = read_run(run_dir).steps
+    workers_apart = bool(steps) and steps[-1].workers_apart
     events = [event for step in steps for event in _of_step(step)]
     if (run_dir / PASSES).exists():
         known = {step.step for step in steps}
+        waits: list[tuple[float, float]] = []
         for record in read_steps(run_dir / PASSES):
             if record["step"] in known:
                 events += _of_passes(record)
+                waits += record.get("waits", ())
+        events += _of_waits(waits, trainer=_TRAINER if workers_apart else 0)
     begin_us = min((event["ts"] for event in events), default=0)
     for event in events:
         event["ts"] = round(event["ts"] - begin_us, 1)
-    workers_apart = bool(steps) and steps[-1].workers_apart
     path = run_dir / TRACE
     with writing(path), path.open("w", encoding="utf-8") as file:
         json.dump({"traceEvents": [*_names(events, workers_apart), *events], "displayTimeUnit": "ms"}, file)
@@ -62,9 +66,14 @@ def _of_step(step: StepTimes) -> Iterator[Event]:
             yield _slice(part, "parts", trainer, at_s, at_s + seconds)
         at_s += seconds
     for span in step.spans:
-        what = f"policy {span.number}" if span.activity == "weights" else f"answers to step {span.number + 1}"
-        name = "evaluation" if span.number == EVALUATION else what
-        yield _slice(name, "worker", span.worker, span.start_s, span.end_s, activity=span.activity)
+        yield _slice(_name(span), "worker", span.worker, span.start_s, span.end_s, activity=span.activity)
+
+
+def _name(span: WorkerSpan) -> str:
+    if span.activity == "environment":
+        return "waits for environments"
+    what = f"policy {span.number}" if span.activity == "weights" else f"answers to step {span.number + 1}"
+    return "evaluation" if span.number == EVALUATION else what
 
 
 def _of_passes(record: Mapping[str, Any]) -> Iterator[Event]:
@@ -76,6 +85,21 @@ def _of_passes(record: Mapping[str, Any]) -> Iterator[Event]:
             event = _slice(name, "rewards", rank, at_s, at_s, step=record["step"])
             del event["dur"]
             yield {**event, "ph": "i", "s": "t"}
+
+
+def _of_waits(waits: Sequence[tuple[float, float]], *, trainer: int) -> Iterator[Event]:
+    """Count the episodes that wait for environments, whichever worker has them."""
+    changes = sorted([(asked_at, 1) for asked_at, _ in waits] + [(replied_at, -1) for _, replied_at in waits])
+    for (at_s, _), count in zip(changes, accumulate(change for _, change in changes), strict=True):
+        yield {
+            "name": "episodes that wait",
+            "cat": "steps",
+            "ph": "C",
+            "ts": at_s * 1e6,
+            "pid": trainer,
+            "tid": 0,
+            "args": {"episodes": count},
+        }
 
 
 def _slice(name: str, track: str, process: int, start_s: float, end_s: float, **numbers: Any) -> Event:

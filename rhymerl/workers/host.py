@@ -9,15 +9,15 @@ wait with what they have: behind earlier steps, for an environment's reply, or, 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.spans import SpanLog
+from rhymerl.backends.spans import Activity, SpanLog
 from rhymerl.environments.episodes import Episodes
 from rhymerl.errors import BackendError
-from rhymerl.types import Completion, Output, RolloutRequest
+from rhymerl.types import Completion, Output, Ratio, RolloutRequest
 from rhymerl.workers.versions import Versions
 
 _LOOK_S = 0.02  # between two looks at replies, while the engine works
@@ -69,6 +69,7 @@ class Host:
         self.released: list[Completion] = []
         self.spans = SpanLog(number)
         self.busy_s = 0.0
+        self._seconds: dict[Activity, float] = defaultdict(float)  # since the last `metrics`
         self._backend = engine
         self._beside = beside
         self._episodes = episodes
@@ -97,6 +98,21 @@ class Host:
         """Return whether an environment has been asked that has not replied."""
         return self._episodes is not None and self._episodes.is_waiting
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics since the last call, and reset them."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        if self._episodes is None:
+            return self.engine.metrics()
+        idle_frac = Ratio(seconds["environment"], seconds["environment"] + seconds["decode"])
+        return {**self.engine.metrics(), "environment/idle_frac": idle_frac}
+
+    def _note(self, activity: Activity, number: int, started: float) -> float:
+        """Note what has just ended; returns how long it took."""
+        seconds = time.perf_counter() - started
+        self._seconds[activity] += seconds
+        self.spans.note(activity, number, seconds=seconds)
+        return seconds
+
     # -- what it is told ---------------------------------------------------------------------------------------------
 
     def renew(self, version: int, load: Callable[[], RolloutBackend]) -> None:
@@ -114,7 +130,7 @@ class Host:
         started = time.perf_counter()
         self._backend = load()
         self.version, self._is_settled = version, False
-        self.spans.note("weights", version, seconds=time.perf_counter() - started)
+        self._note("weights", version, started)
 
     def submit(self, requests: Iterable[RolloutRequest], *, priority: int, versions: Versions) -> None:
         """Take requests on, in this order and behind all of a lower priority; one that has its whole answer is done."""
@@ -148,9 +164,8 @@ class Host:
             timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
         priority, started = min(self._num_running), time.perf_counter()
         found = self.engine.collect(timeout_s, max_passes=max_passes)
-        seconds = time.perf_counter() - started
+        seconds = self._note("decode", priority, started)
         self.busy_s += seconds
-        self.spans.note("decode", priority, seconds=seconds)
         is_over = timeout_s is not None and seconds >= timeout_s
         if not found and not is_over and self._are_lost(is_limited=timeout_s is not None or max_passes is not None):
             raise BackendError(f"{type(self.engine).__name__} lost {self._num_running.total()} requests")
@@ -237,7 +252,11 @@ class Host:
         if self._episodes is None or not self._episodes.is_waiting:
             return
         is_idle = not self.is_running and not any(map(self._may_run, self._jobs.values()))
-        for name, output in self._episodes.replied(timeout_s if is_idle else 0.0):
+        priority = min(job.priority for job in self._jobs.values() if job.awaits_reply)
+        started = time.perf_counter()
+        replied = self._episodes.replied(timeout_s if is_idle else 0.0)
+        self._note("environment", priority, started)
+        for name, output in replied:
             self._is_settled = False
             self._leave(self._jobs[name], output)
 

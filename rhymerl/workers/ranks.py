@@ -274,7 +274,7 @@ class RankWorkers(Workers):
         self._host.engine.sleep()
 
     def metrics(self) -> Mapping[str, float]:
-        return self._host.engine.metrics()
+        return self._host.metrics()
 
     def spans(self) -> list[WorkerSpan]:
         return self._host.spans.take()

@@ -32,3 +32,26 @@ def test_what_has_just_ended_lasted_as_long_as_is_said():
     (found,) = log.take()
     assert (found.activity, found.number) == ("weights", 2)
     assert found.seconds == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_wait_for_environments_is_left_out_with_the_gap_that_it_lies_in():
+    log = SpanLog(gap_s=0.02)
+    for each in (
+        span(0, 1),
+        span(1, 1.01, activity="environment"),
+        span(1.01, 2),
+        span(2, 2.015, activity="environment"),
+        span(2.015, 2.03, activity="environment"),
+        span(2.03, 3),
+        span(3, 3.01, activity="environment"),
+        span(3.025, 3.03),
+    ):
+        log.add(each)
+    found = [(each.activity, each.number, each.start_s, each.end_s) for each in log.take()]
+    assert found == [
+        ("decode", 3, 0, 2),
+        ("environment", 3, 2, 2.03),
+        ("decode", 3, 2.03, 3),
+        ("environment", 3, 3, 3.01),  # it tells of most of a gap that is not left out
+        ("decode", 3, 3.025, 3.03),
+    ]

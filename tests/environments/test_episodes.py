@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.types import Output, Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.host import Host
 from rhymerl.workers.versions import Versions
-from tests.environments.worlds import Asks, Counts
+from tests.environments.worlds import Asks, Counts, Ponders
 from tests.rollout.tokens import TokenBackend, token
 
 STEP = Versions(oldest=0, final=0)
@@ -176,3 +177,24 @@ def test_under_a_new_policy_an_episode_begins_again_along_its_tokens():
 def renewed(host: Host) -> TokenBackend:
     host.engine.sync_weights((), 1)
     return host.engine
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_host_says_how_long_it_had_nothing_to_decode_because_of_environments(lockstep):
+    with episodes(Ponders(), lockstep=lockstep) as made:
+        host = Host(Turns(pass_s=0.002), version=0, episodes=made)
+        answers(host, requests(1))  # starts the process
+        host.spans.take()
+        host.metrics()
+        began = time.time()
+        output = answers(host, requests(2))["0/p/1"]
+        seconds = time.time() - began
+        spans = [each for each in host.spans.take() if each.activity == "environment"]
+        idle = host.metrics()["environment/idle_frac"]
+    assert {each.number for each in spans} == {0}
+    waited_s = sum(each.seconds for each in spans)
+    assert 0.1 < waited_s <= seconds
+    assert waited_s / seconds == pytest.approx(float(idle), abs=0.15)
+    times = [at for turn in output.turns for at in (turn.replied_at - turn.waited_s, turn.replied_at)]
+    assert [began, *times, began + seconds] == sorted([began, *times, began + seconds])
+    assert "environment/idle_frac" not in Host(Turns(), version=0).metrics()

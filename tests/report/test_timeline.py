@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,13 @@ def test_a_long_run_shows_its_last_steps(num_steps, num_shown):
 def test_a_run_of_which_nobody_noted_anything_has_none():
     assert timeline_of(run_of(workers_apart=False)) is None
     assert timeline_of(run_of((1.0, []), workers_apart=False)) is None
+
+
+def test_waiting_for_environments_is_told_from_decoding():
+    wait = replace(decode(0, 1, 103, 106), activity="environment")
+    evaluation = replace(decode(0, EVALUATION, 106, 107), activity="environment")
+    run = run_of((105, [decode(0, 0, 100, 103)]), (111, [wait, evaluation]), workers_apart=True)
+    assert (0, "environment", 2, 3, 6) in bars(run)
+    timeline = timeline_of(run)
+    assert timeline is not None
+    assert list(timeline.kinds) == ["rollout", "environment", "update"]

@@ -80,10 +80,10 @@
     plot.style.height = `${70 + Math.max(2, timeline.rows.length) * (narrow() ? 22 : 28)}px`;
     const layout = layoutOf("seconds", "");
     const traces = [];
-    for (const kind of ["rollout", "ahead", "update"]) {
+    for (const [kind, name] of Object.entries(timeline.kinds)) {
       const bars = timeline.bars.filter((each) => each.kind === kind);
       traces.push({
-        type: "bar", orientation: "h", name: kind === "ahead" ? "for the next step" : kind,
+        type: "bar", orientation: "h", name,
         y: bars.map((each) => each.row), base: bars.map((each) => each.start_s), x: bars.map((each) => each.end_s - each.start_s),
         customdata: bars.map((each) => each.step), hovertemplate: "step %{customdata}, %{x:.3~g} s",
         marker: { color: rhymerl.colour(`bar-${kind}`), line: { color: rhymerl.colour("surface"), width: 1 } }, width: 0.72,

@@ -169,7 +169,7 @@ class WorkerHost(Host):
             case Learn():
                 self.engine.learn(message.samples)
             case Measure():
-                measured = self.engine.metrics()
+                measured = self.metrics()
                 with self._changed:
                     self._events.measured.append(measured)
                     self._changed.notify_all()
