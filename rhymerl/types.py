@@ -98,7 +98,9 @@ class TurnEnd:
     reward: float | None = None  # of the turn, if the environment gives any
     metrics: Mapping[str, float] = field(default_factory=dict)
     waited_s: float = 0.0
-    replied_at: float = 0.0  # in Unix time of the worker's machine; 0 where a limit ended the turn, and nobody was asked
+    replied_at: float = (
+        0.0  # in Unix time of the worker's machine; 0 where a limit ended the turn, and nobody was asked
+    )
 
     def behind(self, num_tokens: int) -> TurnEnd:
         """Return it as it stands in an answer that has so many more tokens in front."""

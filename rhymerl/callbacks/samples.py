@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from rhymerl.callbacks.tables import Row, show_samples
 from rhymerl.folders import replacing, writing
-from rhymerl.types import Sample, TurnEnd
+from rhymerl.types import Output, Sample, TurnEnd
 
 _TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # half a character becomes what JSON says for it
+_LONGEST_NAME = 64  # characters
 
 
 class SampleTable(L.Callback):
     """Appends `num_samples` answers to `path`, and to the loggers that show text, every `every_n_steps` rollout steps.
 
-    Needs a module with `last_rollout`; where it can tell the `advantages` of the step's samples, they are there, too.
+    Needs a module with `last_rollout`, of episodes also with `decode`; where it can tell the `advantages` of the step's samples, they are there, too.
     """
 
     def __init__(self, path: str | Path, *, every_n_steps: int = 10, num_samples: int = 4) -> None:
@@ -58,7 +59,7 @@ class SampleTable(L.Callback):
         chosen = range(len(rollout.samples))[:: max(1, len(rollout.samples) // self.num_samples)][: self.num_samples]
         advantages = getattr(pl_module, "advantages", lambda indices: [None] * len(indices))(chosen)
         rows = [
-            {"step": step, **sample_row(rollout.samples[index]), "advantage": advantage}
+            {"step": step, **sample_row(rollout.samples[index], pl_module), "advantage": advantage}
             for index, advantage in zip(chosen, advantages, strict=True)
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,34 +89,40 @@ class WriteAnswers(L.Callback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("x", **_TEXT) as file:
                 for name, samples in evaluated.items():
-                    file.write(lines_of({"set": name, **sample_row(sample)} for sample in samples))
+                    file.write(lines_of({"set": name, **sample_row(sample, pl_module)} for sample in samples))
 
 
-def sample_row(sample: Sample) -> dict[str, Any]:
+def sample_row(sample: Sample, pl_module: Any) -> dict[str, Any]:
     """Return what a person wants to see of a sample; `columns` are those that the data has beside the prompt, such as `answer`."""
+    output = sample.completion.output
     return {
         "prompt": sample.prompt.text,
         "response": sample.text,
         "reward": round(sample.reward, 4) if sample.has_reward else None,
         "length": sample.num_sampled,
-        "finish_reason": sample.completion.finish_reason,
+        "finish_reason": output.finish_reason,
         "prompt_id": sample.prompt.id,
         "sample": sample.completion.request.sample,
         "rewards": dict(sample.rewards),
         "columns": dict(sample.prompt.columns),
-        **({"turns": [turn_row(turn) for turn in turns]} if (turns := sample.completion.output.turns) else {}),
+        **({"turns": turn_rows(output, pl_module.decode)} if output.turns else {}),
     }
 
 
-def turn_row(turn: TurnEnd) -> dict[str, Any]:
-    """Return what a person wants to see of a turn; `start` is its reply's first token's place in the response."""
-    return {
-        "text": turn.text,
-        "start": turn.start,
-        "reply": turn.reply,
-        "reward": turn.reward,
-        "waited_s": round(turn.waited_s, 3),
-    }
+def turn_rows(output: Output, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
+    """Return what was said in each turn of an episode, the reply as the policy read it, and what else the environment gave."""
+    return [
+        {"text": turn.text, "reply": decode(output.token_ids[turn.start : turn.stop]), **turn_facts(turn)}
+        for turn in output.turns
+    ]
+
+
+def turn_facts(turn: TurnEnd) -> dict[str, Any]:
+    """Return what there is to know of a reply beside its text; `tools` are those that replied, by name."""
+    messages = [] if turn.reply is None or isinstance(turn.reply, str) else turn.reply
+    tools = [str(each.get("name") or "a tool")[:_LONGEST_NAME] for each in messages if each["role"] == "tool"]
+    waited_s = round(turn.waited_s, 3) if turn.replied_at else None  # nobody was asked
+    return {"tools": tools, "reward": turn.reward, "waited_s": waited_s}
 
 
 def lines_of(rows: Iterable[Row]) -> str:

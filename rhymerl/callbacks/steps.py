@@ -5,16 +5,18 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
 from rhymerl.callbacks.early_warnings import EarlyWarnings
+from rhymerl.callbacks.samples import turn_facts
 from rhymerl.report.steps import MAX_TEXTS, StepFile, answer_columns, source_runs
 from rhymerl.rollout import Rollout
-from rhymerl.types import Sample
+from rhymerl.types import Output, Sample
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -83,26 +85,12 @@ class RecordSteps(L.Callback):
                 "answer": index,
                 "prompt": samples[index].prompt.text,
                 "text": samples[index].text,
-                "runs": self._runs(samples[index], pl_module.decode),
+                **_parts(samples[index].completion.output, pl_module.decode),
                 "rewards": dict(samples[index].rewards),
                 "advantage": advantage,
             }
             for index, advantage in zip(chosen, advantages, strict=True)
         ]
-
-    def _runs(self, sample: Sample, decode: Callable[[IntArray], str]) -> list[list[int]] | None:
-        """Return how many characters of the text follow one another from each source."""
-        token_ids, sources = sample.completion.token_ids, sample.completion.output.sources
-        if sources is None:
-            return None
-        found, begin = [], 0
-        for count, source in source_runs(sources):
-            # With what stands before: a character may be made of tokens of two runs, and a word begins with a space behind others.
-            start, end = max(0, begin - _CONTEXT), begin + count
-            texts = [decode(token_ids[start:to]) for to in (begin, end)]
-            found.append([len(texts[1]) - len(texts[0]), source])
-            begin = end
-        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_bytes": self._file.num_bytes}
@@ -110,3 +98,32 @@ class RecordSteps(L.Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self.continues:
             self._file = StepFile(self._file.path, num_bytes=state_dict["num_bytes"])
+
+
+def _parts(output: Output, decode: Callable[[IntArray], str]) -> dict[str, Any]:
+    """Return how many characters of the text follow one another from each source; of an episode also where its replies are."""
+    runs = [] if output.sources is None else source_runs(output.sources)
+    ends = list(accumulate(count for count, _ in runs))
+    bounds = {place for turn in output.turns for place in (turn.start, turn.stop)}
+    at = _characters(output.token_ids, bounds.union(ends), decode)
+    shown = [
+        [at[end] - at[begin], source] for (begin, end), (_, source) in zip(pairwise([0, *ends]), runs, strict=True)
+    ]
+    turns = [{"start": at[turn.start], "stop": at[turn.stop], **turn_facts(turn)} for turn in output.turns]
+    return {
+        "runs": None if output.sources is None else shown,
+        **({"turns": turns, "finish_reason": output.finish_reason} if turns else {}),
+    }
+
+
+def _characters(token_ids: IntArray, places: Iterable[int], decode: Callable[[IntArray], str]) -> dict[int, int]:
+    """Return how many characters of the text stand in front of each of these tokens."""
+    found = {0: 0}
+    begin = 0
+    for end in sorted(places):
+        # With what stands before: a character may be made of tokens of two parts, and a word begins with a space behind others.
+        start = max(0, begin - _CONTEXT)
+        texts = [decode(token_ids[start:to]) for to in (begin, end)]
+        found[end] = found[begin] + len(texts[1]) - len(texts[0])
+        begin = end
+    return found

@@ -18,7 +18,8 @@ _FILE = "samples.csv"
 
 
 def show_samples(logger: Any, rows: Sequence[Row], *, global_step: int) -> None:
-    """Show rows that have `step` and COLUMNS; called on rank 0. A logger that shows no text shows nothing."""
+    """Show rows that have `step`, COLUMNS and perhaps `turns`; called on rank 0. A logger that shows no text shows nothing."""
+    rows = [{**row, "response": conversation(row["turns"])} if "turns" in row else row for row in rows]
     if not rows:
         return
     if isinstance(logger, TensorBoardLogger):
@@ -28,6 +29,19 @@ def show_samples(logger: Any, rows: Sequence[Row], *, global_step: int) -> None:
     elif callable(log_table := getattr(logger, "log_table", None)):
         columns = ["step", *COLUMNS]
         log_table("samples", columns=columns, data=[[row[name] for name in columns] for row in rows], step=global_step)
+
+
+def conversation(turns: Sequence[Row]) -> str:
+    """Return an episode as text, with who says what."""
+    lines = []
+    for turn in turns:
+        lines.append(f"policy: {turn['text']}")
+        reply = turn["reply"].strip()
+        if reply or turn["reward"] is not None:
+            who = ", ".join(turn["tools"]) or "environment"
+            reward = "" if turn["reward"] is None else f" (reward {turn['reward']:.4g})"
+            lines.append(f"{who}{reward}" + (f": {reply}" if reply else ""))
+    return "\n".join(lines)
 
 
 def _append(path: Path, rows: Sequence[Row]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rhymerl.report.base import Answers, AnswerText
+from rhymerl.report.base import Answers, AnswerText, AnswerTurn
 
 if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
@@ -60,6 +60,17 @@ def _text(row: Mapping[str, Any]) -> AnswerText:
         runs=[(count, source) for count, source in runs] if runs is not None else None,
         rewards=row["rewards"],
         advantage=row["advantage"],
+        turns=[_turn(each) for each in row.get("turns", ())],
+        finish_reason=str(row.get("finish_reason", "")),
+    )
+
+
+def _turn(found: Mapping[str, Any]) -> AnswerTurn:
+    return AnswerTurn(
+        start=int(found["start"]),
+        stop=int(found["stop"]),
+        tools=list(map(str, found["tools"])),
+        **{name: None if found[name] is None else float(found[name]) for name in ("reward", "waited_s")},
     )
 
 

@@ -33,6 +33,17 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTurn:
+    """The end of a turn. The environment's reply is the characters of the answer from `start` to `stop`."""
+
+    start: int
+    stop: int
+    tools: Sequence[str]  # that replied, by name
+    reward: float | None
+    waited_s: float | None  # None where a limit ended the turn, and nobody was asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerText:
     """What an answer says. `runs` are its characters by origin: how many follow one another from one DraftSource (or NOT_DRAFTED)."""
 
@@ -41,6 +52,8 @@ class AnswerText:
     runs: Sequence[tuple[int, int]] | None  # None where the engine did not tell
     rewards: Mapping[str, float]
     advantage: float | None
+    turns: Sequence[AnswerTurn] = ()  # that have ended, of an episode
+    finish_reason: str = ""  # of an episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rhymerl.report.reading import read_run
+from rhymerl.report.timeline import timeline_of
 from tests.integration.conftest import Run
 
 MS = 1e3  # as which two clocks may differ here
@@ -70,3 +72,33 @@ def test_another_profile_is_refused(settings: list[str], rhymerl: Run, tmp_path:
     done = rhymerl(*settings, "profile=flame", f"run_dir={tmp_path / 'run'}")
     assert done.code == 2
     assert "profile='flame': expected trace, or null for none" in done.err
+
+
+def test_episodes_show_in_trace_timeline_and_samples(settings: list[str], rhymerl: Run, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    environment = "environment=tests.environments.worlds.Sleeps"
+    words = [environment, "rollout.max_turns=3", "profile=trace", "trainer.max_steps=4"]
+    assert rhymerl(*settings, *words, f"run_dir={run_dir}").code == 0
+    shown = [each for each in events_of(run_dir) if each["ph"] != "M"]
+    waiting = [each["args"]["episodes"] for each in shown if each["ph"] == "C"]
+    assert waiting[-1] == 0 <= min(waiting) < max(waiting)
+    waits = [each for each in shown if each["name"] == "waits for environments"]
+    assert waits
+    assert all(each["cat"] == "worker" and each["dur"] > 0 for each in waits)
+    # Whenever an engine has nothing to decode but for its environments, some episode waits.
+    changes = [(each["ts"], each["args"]["episodes"]) for each in shown if each["ph"] == "C"]
+    for each in waits:
+        middle = each["ts"] + each["dur"] / 2
+        assert [count for at, count in changes if at <= middle][-1] > 0
+    run = read_run(run_dir)
+    timeline = timeline_of(run)
+    assert timeline is not None
+    assert "environment" in timeline.kinds
+    assert any(run.curves["environment/idle_frac"].values)
+    assert run.answers is not None
+    episodes = [each for each in run.answers.texts.values() if each.turns]
+    assert {each.finish_reason for each in episodes} <= {"stop", "max_turns", "length"}
+    for text in episodes:
+        for turn in text.turns:
+            assert text.text[turn.start : turn.stop].endswith("=" if turn.stop > turn.start else "")
+            assert turn.waited_s >= 0.1

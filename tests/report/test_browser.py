@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.report import read_run, write_report
 from rhymerl.report.steps import STEPS, StepFile
 from tests.report.directories import make_run, step_record
@@ -141,6 +142,41 @@ def test_the_text_says_where_its_tokens_came_from(browser, report: Path):
     assert [chip.split(":")[0] for chip in chips] == ["0", "1", "2", "3", "4", "5"]
     opened.page.click(".epochs button >> nth=0")
     assert "epoch 0" in opened.page.inner_text("#answer .facts")
+
+
+def test_an_episode_is_a_conversation(browser, tmp_path: Path):
+    run = make_run(tmp_path / "mine", num_steps=0)
+    record = step_record(1, prompts=1, group=2, words="🙂")
+    facts = {"tools": [EVIL, "add"], "reward": 0.25, "waited_s": 1.5}
+    turns = [
+        {"start": 4, "stop": 4 + len(EVIL), **facts},
+        {"start": 9 + len(EVIL), "stop": 9 + len(EVIL), **facts, "tools": [], "reward": None},
+    ]
+    text = f"🙂abc{EVIL}drawn"
+    runs = [[2, DraftSource.OWN], [2, NOT_DRAFTED], [len(EVIL), NOT_DRAFTED], [5, DraftSource.HISTORY]]
+    record["texts"][0] |= {"text": text, "runs": runs, "turns": turns, "finish_reason": "max_turns"}
+    huge = text + "…" * 100_000
+    cut = {"start": len(huge), "stop": len(huge), "tools": [], "reward": None, "waited_s": None}
+    record["texts"][1] |= {"text": huge, "runs": None, "turns": [*turns, cut], "finish_reason": "length"}
+    StepFile(run / STEPS).append(record)
+    write_report([run], tmp_path / "a.html")
+    opened = Opened(browser, tmp_path / "a.html")
+    shown = opened.page.eval_on_selector_all("#answer h4, #answer pre", "found => found.map(each => each.textContent)")
+    assert shown == [
+        "🙂 asks 0",
+        *(f"Turn 1 · calls {EVIL}, add", "🙂abc", "Tools · 1.500 s · reward 0.250", EVIL),
+        *("Turn 2", "drawn", "Environment · 1.500 s"),
+    ]
+    spans = opened.page.eval_on_selector_all(
+        "#answer .origin", "spans => spans.map(span => [span.textContent, span.title])"
+    )
+    assert spans == [["🙂a", "own text"], ["drawn", "history, newest epoch"]]
+    assert "finish_reason max_turns" in opened.page.inner_text("#answer .facts")
+    opened.page.click(".row.has-text >> nth=1")
+    assert opened.page.eval_on_selector_all("#answer h4", "found => found.at(-1).textContent") == "Turn 3"
+    assert opened.page.query_selector("img") is None
+    assert opened.complaints == []
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 1280
 
 
 def test_the_arrow_keys_walk_through_the_rows(browser, report: Path):

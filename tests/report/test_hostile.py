@@ -108,3 +108,16 @@ def test_a_trace(tmp_path: Path):
     path.write_text("[" * 100_000 + "\n")
     with pytest.raises(DataError, match="line 1: not valid JSON"):
         list(read_trace(path))
+
+
+TURN = {"start": 1, "stop": 2, "tools": [], "reward": None, "waited_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    "turns", [5, [5], [{}], [{**TURN, "start": "x"}], [{**TURN, "tools": 5}], [{**TURN, "reward": 10**400}]], ids=str
+)
+def test_turns(run: Path, turns: object):
+    texts = next(each["texts"] for each in read_steps(run / STEPS) if "texts" in each)
+    changed(run, texts=[{**texts[0], "turns": turns, "finish_reason": "stop"}])
+    with pytest.raises(DataError, match="is not what a run writes there"):
+        read_run(run)

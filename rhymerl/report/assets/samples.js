@@ -120,36 +120,52 @@
         return;
       }
       const [text, row] = [browser.samples.texts[index], browser.chosen];
+      const characters = Array.from(text.text); // runs and turns count characters, of which a string has two for some
       const { step, epoch, sample, reward, tokens, is_cut } = browser.columns;
       const parts = Object.entries(text.rewards).map(([name, value]) => `${name} ${number(value, 3)}`);
       const facts = [`step ${step[row]}`, `epoch ${epoch[row]}`, `sample ${sample[row]}`, `reward ${number(reward[row], 3)}`,
         ...(parts.length > 1 ? [`(${parts.join(", ")})`] : []), ...(text.advantage === null ? [] : [`advantage ${signed(text.advantage)}`]),
-        `${tokens[row]} tokens${is_cut[row] ? ", cut off" : ""}`];
+        `${tokens[row]} tokens${is_cut[row] ? ", cut off" : ""}`, ...(text.turns.length ? [`finish_reason ${text.finish_reason}`] : [])];
       pane.replaceChildren(
         rhymerl.element("h3", "", "Prompt"), rhymerl.element("pre", "", text.prompt),
-        rhymerl.element("h3", "", "Answer"), coloured(text), origins(text),
+        rhymerl.element("h3", "", "Answer"), ...(text.turns.length ? conversation(text, characters) : [coloured(text, characters)]), origins(text),
         rhymerl.element("p", "facts", facts.join(" · ")),
         rhymerl.element("h3", "", "This prompt by epoch: mean reward"), epochs(row),
       );
       pane.scrollTop = 0;
     };
 
-    const coloured = (text) => {
+    const coloured = (text, characters, from = 0, to = Infinity) => {
       const made = rhymerl.element("pre");
-      if (text.runs === null) {
-        made.textContent = text.text;
-        return made;
-      }
-      const characters = Array.from(text.text); // runs count characters, of which a string has two for some
+      const between = (start, stop) => characters.slice(Math.max(start, from), Math.min(stop, to)).join("");
       let start = 0;
-      for (const [count, source] of text.runs) {
-        const part = rhymerl.element("span", source === NOT_DRAFTED ? "" : "origin", characters.slice(start, start + count).join(""));
+      for (const [count, source] of text.runs ?? []) {
+        const words = between(start, start + count);
+        start += count;
+        if (!words) continue;
+        const part = rhymerl.element("span", source === NOT_DRAFTED ? "" : "origin", words);
         part.style.background = originColour(source);
         part.title = originName(source);
         made.append(part);
-        start += count;
       }
-      made.append(characters.slice(start).join(""));
+      made.append(between(start, Infinity));
+      return made;
+    };
+
+    const conversation = (text, characters) => {
+      const made = [];
+      let start = 0;
+      text.turns.forEach((turn, index) => {
+        const calls = turn.tools.length ? ` · calls ${turn.tools.join(", ")}` : "";
+        made.push(rhymerl.element("h4", "", `Turn ${index + 1}${calls}`), coloured(text, characters, start, turn.start));
+        start = turn.stop;
+        if (turn.waited_s === null) return;
+        const reward = turn.reward === null ? "" : ` · reward ${number(turn.reward, 3)}`;
+        const reply = rhymerl.element("div", "reply");
+        reply.append(rhymerl.element("h4", "", `${calls ? "Tools" : "Environment"} · ${number(turn.waited_s, 3)} s${reward}`));
+        if (turn.stop > turn.start) reply.append(rhymerl.element("pre", "", characters.slice(turn.start, turn.stop).join("").trim()));
+        made.push(reply);
+      });
       return made;
     };
 
