@@ -101,6 +101,7 @@ class TurnEnd:
     replied_at: float = (
         0.0  # in Unix time of the worker's machine; 0 where a limit ended the turn, and nobody was asked
     )
+    saved_s: float | None = None  # of waiting, where the reply was remembered
 
     def behind(self, num_tokens: int) -> TurnEnd:
         """Return it as it stands in an answer that has so many more tokens in front."""

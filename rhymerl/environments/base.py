@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 Content: TypeAlias = str | Sequence[Mapping[str, Any]]  # text that is appended as it is, or chat messages
 
@@ -50,7 +50,7 @@ class Environment(ABC):
     process, and be resumed, without a word to it. One that cannot do without a state opens a session for each episode.
     """
 
-    #: Whether equal transcripts get equal replies, which may then be remembered.
+    #: Whether the same transcript of the same row always gets the same reply, which is then remembered.
     is_pure: bool = False
 
     @property
@@ -64,6 +64,11 @@ class Environment(ABC):
         Raises ValueError, in one line that names the argument, where the environment cannot work here.
         """
         return self
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether `open` returns sessions: by default, whether a subclass has written it. Their replies are not remembered."""
+        return type(self).open is not Environment.open
 
     @abstractmethod
     def reply(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> Answer | Awaitable[Answer]:
@@ -83,6 +88,20 @@ class Environment(ABC):
         """End a session: once, when its episode is over or goes on elsewhere, unless its process has been killed."""
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def pure(function: Function) -> Function:
+    """Mark a tool of which equal arguments always get equal results: `@pure`. Replies of such tools alone are remembered."""
+    function.is_pure = True  # type: ignore[attr-defined]
+    return function
+
+
 def has_sessions(environment: object) -> bool:
     """Return whether it opens sessions; a task that replies opens none."""
-    return getattr(type(environment), "open", Environment.open) is not Environment.open
+    return bool(getattr(environment, "has_sessions", False))
+
+
+def is_remembered(environment: object) -> bool:
+    """Return whether its replies may be remembered: an environment, or a task that replies, says that it is a pure function."""
+    return bool(getattr(environment, "is_pure", False)) and not has_sessions(environment)

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rhymerl.config import instantiate
-from rhymerl.environments.base import Environment
+from rhymerl.environments.base import Environment, is_remembered
 from rhymerl.environments.encoding import ReplyEncoder
 from rhymerl.environments.episodes import Episodes
+from rhymerl.environments.memory import RememberingPool
 from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.errors import ConfigError
 from rhymerl.tasks.base import Task
@@ -53,6 +54,7 @@ class EpisodeSettings:
     max_turn_tokens: int | None
     max_reply_tokens: int
     reply_timeout_s: float
+    reply_memory_mb: int
     longest_tokens: int
     num_processes: int
     lockstep: bool = False  # nothing follows the clock
@@ -82,10 +84,16 @@ class EpisodeSettings:
     def _decode(self, token_ids: Any) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
+    def _pool(self) -> EnvironmentPool | RememberingPool:
+        pool = EnvironmentPool(self.environment, num_processes=self.num_processes, timeout_s=self.reply_timeout_s)
+        if self.reply_memory_mb and is_remembered(self.environment):
+            return RememberingPool(pool, max_bytes=self.reply_memory_mb * 2**20)
+        return pool
+
     def episodes(self) -> Episodes:
         """Processes start with the first turn that ends."""
         return Episodes(
-            EnvironmentPool(self.environment, num_processes=self.num_processes, timeout_s=self.reply_timeout_s),
+            self._pool(),
             self.encoder(),
             decode=self._decode,
             context_tokens=self.longest_tokens,

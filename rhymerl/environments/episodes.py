@@ -15,6 +15,7 @@ import numpy as np
 
 from rhymerl.drafts import NOT_DRAFTED
 from rhymerl.environments.base import Reply, Turn
+from rhymerl.environments.memory import RememberingPool
 from rhymerl.environments.pool import EnvironmentPool, Replied
 from rhymerl.errors import DataError
 from rhymerl.types import FinishReason, Output, RolloutRequest, TurnEnd
@@ -35,7 +36,7 @@ class Episodes:
 
     def __init__(
         self,
-        pool: EnvironmentPool,
+        pool: EnvironmentPool | RememberingPool,
         encoder: ReplyEncoder,
         *,
         decode: Callable[[IntArray], str],
@@ -134,6 +135,7 @@ class Episodes:
             metrics=reply.metrics,
             waited_s=replied.waited_s,
             replied_at=replied.replied_at,
+            saved_s=replied.saved_s,
         )
         return replace(output + _unsampled(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
 

@@ -33,20 +33,31 @@ _MOST_STARTS = 5  # of a process, one after another, that come to nothing
 
 
 class Replied(NamedTuple):
-    """What came of a call: a reply, or what it failed with."""
+    """What came of a call: a reply, or what it failed with. It `took_s` after it had `waited_s - took_s` for its process."""
 
     episode: str
     reply: Reply | None
     failure: str
     waited_s: float
     replied_at: float  # in Unix time
+    took_s: float = 0.0
+    saved_s: float | None = None  # what the call took that did not have to be made, of a reply that was remembered
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     ask: Ask
     asked_at: float
+    sent_at: float = 0.0
     deadline: float = inf
+
+
+def packed(value: Any) -> bytes:
+    """Return what has a row's columns in it, as bytes. Raises EpisodeError where they cannot be sent."""
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise EpisodeError(f"the row's columns cannot be sent to an environment's process: {error}") from error
 
 
 class _Process(ChildProcess):
@@ -195,7 +206,8 @@ class EnvironmentPool:
         if process is None or not process.is_ready or not self._flush(process):
             return
         while (call := seat.next_call()) is not None:
-            call.deadline = monotonic() + self._timeout_s + _GRACE_S
+            call.sent_at = monotonic()
+            call.deadline = call.sent_at + self._timeout_s + _GRACE_S
             process.pending[call.ask.number] = call
             if not self._send(process, call.ask):
                 return
@@ -215,10 +227,7 @@ class EnvironmentPool:
 
     def _send(self, process: _Process, ask: Ask) -> bool:
         """Return whether the process is there to take it, now or later."""
-        try:
-            message = pickle.dumps(ask)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise EpisodeError(f"the row's columns cannot be sent to an environment's process: {error}") from error
+        message = packed(ask)
         process.unsent += len(message).to_bytes(4, "big") + message  # as Connection.recv_bytes reads it
         return self._flush(process)
 
@@ -250,8 +259,9 @@ class EnvironmentPool:
     def _settle(self, call: _Call, *, reply: Reply | None = None, failure: str = "") -> None:
         if self._current.get(call.ask.episode) == call.ask.number:  # else nobody wants it any more
             del self._current[call.ask.episode]
-            waited_s = monotonic() - call.asked_at
-            self._replied.append(Replied(call.ask.episode, reply, failure, waited_s, time()))
+            now = monotonic()
+            waited_s, took_s = now - call.asked_at, now - call.sent_at
+            self._replied.append(Replied(call.ask.episode, reply, failure, waited_s, time(), took_s))
 
     def _lose(self, process: _Process, message: str = "") -> None:
         """A process has died: the call that it was at is settled, or each of several is asked again alone."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rhymerl.environments import cells
-from rhymerl.environments.base import Reply
+from rhymerl.environments.base import Reply, pure
 from rhymerl.errors import ConfigError, RunError
 from rhymerl.rewards.sandbox.process import SandboxError
 from rhymerl.rewards.sandbox.run import Job, Sandbox, Wall, missing_walls
@@ -19,6 +19,7 @@ _MAX_EXPRESSION_CHARACTERS = 300
 _MAX_BITS = 4096  # of a number
 
 
+@pure
 def answer(answer: str | float) -> Reply:
     """Give the final answer. Nothing can be said after it.
 
@@ -28,6 +29,7 @@ def answer(answer: str | float) -> Reply:
     return Reply(done=True)
 
 
+@pure
 def calculator(expression: str) -> str:
     """Calculate the value of an expression.
 

@@ -48,16 +48,16 @@ class Tools(Environment):
     argument that does not fit and a tool that raises are messages to the policy, in one line; only a RhymeError, by which a tool
     says that it cannot work at all, fails the episode. Results that are no text are shown as JSON.
 
+    Replies are remembered where all tools are functions marked as `pure`.
+
     `calls` is the way in which the policy writes calls: a family of chat templates, or a response template of transformers. None =
-    the family of its chat template, else its tokenizer's response template. `is_pure` says that equal calls get equal results.
-    Raises ValueError.
+    the family of its chat template, else its tokenizer's response template. Raises ValueError.
     """
 
     tools: Sequence[str | Callable[..., Any]] = ()
     calls: CallFormat | None = None
     max_calls: int = at_least(1, 32)  # in one turn; those beyond it are not run
     max_result_characters: int = at_least(1, 10_000)  # then the result is cut, with a mark
-    is_pure: bool = False
     _tools: dict[str, Tool] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +70,7 @@ class Tools(Environment):
         if doubled := [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]:
             raise ValueError(f"tools: two have the name {doubled[0]!r}")
         self._tools = {tool.name: tool for tool in tools}
+        self.is_pure = all(getattr(tool.function, "is_pure", False) for tool in tools)
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -100,6 +101,10 @@ class Tools(Environment):
             lack = "writes tool calls in no way that is known" if has_template else "is missing"
             raise ValueError(f"calls=None: the chat template {lack}; expected one of {', '.join(FAMILIES)}")
         return found
+
+    @property
+    def has_sessions(self) -> bool:
+        return bool(self.owners)
 
     def open(self, row: Mapping[str, Any]) -> Environment | None:
         return _Session(self, row) if self.owners else None

@@ -22,6 +22,7 @@ class RolloutSettings:
 
     With an environment an answer is an episode: of at most `max_turns`, with at most `max_tokens` sampled in all of them and
     `max_turn_tokens` in one (None: as many as are left). A reply is cut to `max_reply_tokens`, and takes at most `reply_timeout_s`.
+    The latest replies of an environment that is a pure function are remembered, in `reply_memory_mb`; 0 asks it every time.
     """
 
     group_size: int = at_least(1, 8)
@@ -37,6 +38,7 @@ class RolloutSettings:
     max_turn_tokens: int | None = at_least(1, None)
     max_reply_tokens: int = at_least(1, 512)
     reply_timeout_s: float = 60.0
+    reply_memory_mb: int = at_least(0, 64)  # of each worker
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -50,6 +50,7 @@ def episode_metrics(outputs: Sequence[Output]) -> dict[str, float]:
     if not turns:
         return {}
     reasons = Counter(output.finish_reason for output in outputs)
+    remembered = [turn.saved_s for turn in turns if turn.saved_s is not None]
     numbers: dict[str, list[float]] = {}
     for turn in turns:
         for name, value in turn.metrics.items():
@@ -58,6 +59,8 @@ def episode_metrics(outputs: Sequence[Output]) -> dict[str, float]:
         "episodes/turns": len(turns) / len(outputs),
         "episodes/reply_tokens": sum(turn.stop - turn.start for turn in turns) / len(outputs),
         "environment/wait_s": sum(turn.waited_s for turn in turns) / len(turns),
+        "environment/remembered_frac": len(remembered) / len(turns),
+        "environment/saved_s": sum(remembered),
         **{f"episodes/{reason}_frac": reasons[reason] / len(outputs) for reason in _LIMITS},
         **{name: sum(values) / len(values) for name, values in numbers.items()},
     }

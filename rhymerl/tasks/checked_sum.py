@@ -20,6 +20,7 @@ class CheckedSum(RunningSum):
     """
 
     reward = "rhymerl.tasks.checked_sum.checked_sum_reward"
+    is_pure = True  # see `rhymerl.environments.Environment`
 
     def reply(self, row: Row, turns: Sequence[Any]) -> str | None:
         steps, total = self.steps(self.numbers_of(row), 0.0, random.Random(0))

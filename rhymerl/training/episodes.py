@@ -69,6 +69,7 @@ def checked_episodes(
         max_turn_tokens=rollout.max_turn_tokens,
         max_reply_tokens=rollout.max_reply_tokens,
         reply_timeout_s=rollout.reply_timeout_s,
+        reply_memory_mb=rollout.reply_memory_mb,
         longest_tokens=longest_tokens,
         num_processes=num_processes,
     )

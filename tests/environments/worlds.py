@@ -148,3 +148,22 @@ class Shows(Environment):
 
     def reply(self, row, turns):
         return "1=" if len(turns) == 1 else None
+
+
+@dataclass(frozen=True)
+class Logs(Environment):
+    """Notes each call in a file, and fails in the first of them where the row asks for it."""
+
+    path: str
+    is_pure = True
+
+    def reply(self, row, turns):
+        reply = f"{row['prompt']}{len(turns)}"
+        time.sleep(0.05)
+        with open(self.path, "a+") as file:
+            file.seek(0)
+            number = len(file.read().split())
+            file.write(f"{reply}\n")
+        if number < row.get("fails", 0):
+            raise ValueError(f"not the first {row['fails']}")
+        return reply

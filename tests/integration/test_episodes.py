@@ -18,6 +18,7 @@ from rhymerl.drafters import HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.errors import EpisodeError
 from rhymerl.schedulers import HistoPipeScheduler, SortedScheduler
 from rhymerl.testing import RandomTreeDrafter
+from rhymerl.types import Sample, TurnEnd
 from rhymerl.workers.remote.threads import ThreadBackend
 from tests.environments.worlds import Counts, Raises, Shows
 from tests.integration.conftest import rows
@@ -26,6 +27,12 @@ from tests.integration.training import REWARD, Run, Trained
 STOPS = (2, 3)
 SHORT = Run(num_steps=4, prompts_per_step=3, stop_token_ids=STOPS)
 BRIEF = Run(num_steps=2, prompts_per_step=3, stop_token_ids=STOPS)
+
+
+class Asked(Counts):
+    """Does not say that it is a pure function, so that nothing is remembered."""
+
+    is_pure = False
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +62,7 @@ def test_replies_are_in_answers_and_not_trained(plain):
         {"drafter": RandomTreeDrafter(vocabulary=16), "budget": FixedBudget(8)},
         {"drafter": HistoryTreeDrafter(), "scheduler": HistoPipeScheduler(), "budget": FixedBudget(8)},
         {"drafter": NoDrafter(), "scheduler": SortedScheduler()},
+        {"drafter": NoDrafter(), "environment": Asked()},
         {"drafter": HistoryTreeDrafter(), "backend": ThreadBackend(lambda number: EmbeddedBackend()), "workers": 1},
         {
             "drafter": HistoryTreeDrafter(),
@@ -68,7 +76,9 @@ def test_replies_are_in_answers_and_not_trained(plain):
     ),
 )
 def test_drafters_and_schedulers_change_no_token_and_no_weight(plain, parts):
-    weights, steps = SHORT.train(environment=Counts(), **parts)
+    weights, steps = SHORT.train(**{"environment": Counts(), **parts})
+    is_asked = isinstance(parts.get("environment"), Asked)
+    assert is_asked != any(turn.saved_s is not None for turn in turns_of(steps)), "equal transcripts share a call"
     for step, expected in zip(steps, plain[1], strict=True):
         for one, other in zip(step, expected, strict=True):
             assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist()
@@ -137,6 +147,10 @@ def test_evaluations_have_episodes(rhymerl, model_dir, tmp_path):
     assert len(told) > 4
     for answer in told:
         assert answer["reward"] == sum(turn["reward"] or 0.0 for turn in answer["turns"])
+
+
+def turns_of(steps: list[list[Sample]]) -> list[TurnEnd]:
+    return [turn for step in steps for sample in step for turn in sample.completion.output.turns]
 
 
 def test_an_environment_that_always_fails_ends_the_run(caplog):

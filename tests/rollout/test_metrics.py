@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rhymerl.history.answers import answers_of, group_advantages
-from rhymerl.rollout.metrics import rollout_metrics
+from rhymerl.rollout.metrics import episode_metrics, rollout_metrics
 from rhymerl.rollout.results import groups_that_teach_nothing
-from rhymerl.types import Ratio
+from rhymerl.types import Output, Ratio, TurnEnd
 from rhymerl.workers.metrics import over_workers
 from tests.training.updates import scored
 
@@ -71,3 +71,11 @@ def test_samples_to_which_no_reward_applies_count_nowhere():
     assert not any(name.startswith("reward/") or name == "reward" for name in nothing)
     assert (nothing["reward_std"], nothing["frac_reward_zero_std"]) == (0.0, 1.0)
     assert np.isfinite(list(nothing.values())).all()
+
+
+def test_the_worth_of_remembered_replies_is_counted_over_all_turns():
+    turns = [TurnEnd(start=3, stop=5, waited_s=1.0, saved_s=saved_s) for saved_s in (None, 2.0, 0.5)]
+    outputs = [replace(Output.of(range(9), finish_reason="stop"), turns=part) for part in (tuple(turns), (turns[0],))]
+    metrics = episode_metrics(outputs)
+    assert metrics["environment/remembered_frac"] == 2 / 4
+    assert metrics["environment/saved_s"] == 2.5
