@@ -77,14 +77,14 @@ class Environment(ABC):
         `row` has the columns of the prompt. What it raises costs this episode, not the run.
         """
 
-    def open(self, row: Mapping[str, Any]) -> Environment | None:
+    def open(self, row: Mapping[str, Any]) -> Environment | Awaitable[Environment | None] | None:
         """Open a live session for one episode, whose `reply` is then asked instead; None: the environment needs none.
 
         One that was lost is replaced by another, which is asked about each of the turns again, in order.
         """
         return None
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """End a session: once, when its episode is over or goes on elsewhere, unless its process has been killed."""
 
 

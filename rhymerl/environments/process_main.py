@@ -92,31 +92,32 @@ def _beat(emit: Callable[[bytes], None]) -> None:
 class _LiveSession:
     """A live session of an episode, which one call at a time may use, and how many of its turns it has been asked about."""
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, done: Callable[[Any], Any]) -> None:
         self.num_asked = 0  # the calls under way included
         self._environment = environment
+        self._done = done  # what user code returned, or what its coroutine comes to
         self._num_seen = 0
         self._live: Any = None
         self._lock = threading.Lock()
 
-    def reply(self, ask: Ask, done: Callable[[Any], Any]) -> Any:
+    def reply(self, ask: Ask) -> Any:
         """Return what it says to the last turn; one that has not seen the turns before is asked about these first."""
         with self._lock:
             if self._live is None:
-                self._live = done(self._environment.open(ask.row)) or self._environment
+                self._live = self._done(self._environment.open(ask.row)) or self._environment
             num_lacking = 0 if self._live is self._environment else len(ask.turns) - 1 - self._num_seen
             for number in range(len(ask.turns) - num_lacking, len(ask.turns)):
                 before = [*ask.turns[: number - 1], replace(ask.turns[number - 1], reply=None)]
-                done(self._live.reply(ask.row, before))
+                self._done(self._live.reply(ask.row, before))
             self._num_seen = len(ask.turns)
-            return done(self._live.reply(ask.row, list(ask.turns)))
+            return self._done(self._live.reply(ask.row, list(ask.turns)))
 
     def close(self) -> None:
         """End it, after the call under way."""
         with self._lock, Attempt():
             live, self._live = self._live, None
             if live is not None and live is not self._environment and hasattr(live, "close"):
-                live.close()
+                self._done(live.close())
 
 
 class _Replies:
@@ -138,14 +139,14 @@ class _Replies:
         """Return the session for a call, in the order of calls; None where there are no sessions."""
         if not self._has_sessions:
             return None
-        session = self._sessions.setdefault(ask.episode, _LiveSession(self._environment))
+        session = self._sessions.setdefault(ask.episode, _LiveSession(self._environment, self._done))
         session.num_asked = len(ask.turns)
         return session
 
     def line(self, ask: Ask, session: _LiveSession | None) -> bytes:
         """Return what the environment says, or that it failed."""
         with Attempt() as attempt:
-            said = session.reply(ask, self._done) if session is not None else self._asked(ask)
+            said = session.reply(ask) if session is not None else self._asked(ask)
             reply = checked_reply(said)
             return line_of(ReplyLine(ask.number, "", reply.content, reply.reward, reply.done, reply.metrics))
         return line_of(ReplyLine(ask.number, failure=attempt.message))

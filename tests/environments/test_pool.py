@@ -9,7 +9,7 @@ import pytest
 from rhymerl.environments.base import Environment, Reply, Turn
 from rhymerl.environments.pool import EnvironmentPool, Replied
 from rhymerl.errors import EpisodeError
-from tests.environments.worlds import Asks, Awaits, Fails, Meets, Shells
+from tests.environments.worlds import Asks, AsyncShells, Awaits, Fails, Meets, Shells
 
 TURNS = [Turn(text="a", reply="b"), Turn(text="c")]
 
@@ -99,10 +99,11 @@ def test_what_is_forgotten_is_not_replied():
     pool.close()
 
 
-def test_a_session_lives_as_long_as_its_episode_and_is_replayed_where_it_is_not_there(tmp_path):
+@pytest.mark.parametrize("environment", [Shells(), AsyncShells()], ids=["plain", "async"])
+def test_a_session_lives_as_long_as_its_episode_and_is_replayed_where_it_is_not_there(environment, tmp_path):
     row = {"log": str(tmp_path / "log")}
     turns = [Turn(text="a", reply="a"), Turn(text="b", reply="a,b"), Turn(text="c")]
-    pool = EnvironmentPool(Shells(), num_processes=1)
+    pool = EnvironmentPool(environment, num_processes=1)
     told = []
     for number in (1, 2):
         pool.ask("e", row, [*turns[: number - 1], Turn(text=turns[number - 1].text)])
@@ -111,7 +112,7 @@ def test_a_session_lives_as_long_as_its_episode_and_is_replayed_where_it_is_not_
     assert (tmp_path / "log").read_text() == "open\n"
     pool.close()
     assert (tmp_path / "log").read_text() == "open\nclose\n", "a run that ends, ends its sessions"
-    assert replies_of(Shells(), {"e": row}, turns=turns)["e"].reply == Reply()
+    assert replies_of(environment, {"e": row}, turns=turns)["e"].reply == Reply()
     assert (tmp_path / "log").read_text() == "open\nclose\n" * 2
 
 

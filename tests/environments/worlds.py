@@ -108,6 +108,27 @@ class Shell:
             file.write(f"{words}\n")
 
 
+class AsyncShells(Environment):
+    """The same by coroutines."""
+
+    async def open(self, row):
+        await asyncio.sleep(0.01)
+        return AsyncShell(row)
+
+    def reply(self, row, turns):
+        raise AssertionError("its session is asked")
+
+
+class AsyncShell(Shell):
+    async def reply(self, row, turns):
+        await asyncio.sleep(0.01)
+        return super().reply(row, turns)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.01)
+        super().close()
+
+
 class Fails(Environment):
     def __setstate__(self, state):
         raise RuntimeError("no licence")
