@@ -32,6 +32,9 @@ extras_python := .venv-extras/bin/python
 extras_stamp := .venv-extras/installed-$(key)
 extras_tests := tests/algos/test_against_trl.py tests/config/test_shipped.py tests/data tests/integration/test_loggers.py tests/rewards tests/tasks
 
+# And the adapters to environments of other projects, one each: these packages want different versions of others.
+adapters := verifiers openenv
+
 # MkDocs has an environment of its own too. What needs the package itself runs in .venv before it. ruff formats signatures.
 docs_packages := latex2mathml mkdocs mkdocs-material mkdocstrings-python ruff
 docs_python := .venv-docs/bin/python
@@ -47,7 +50,7 @@ help:
 	@echo "make test-sglang run those of the SGLang backend with its engine on the CPU, in .venv-sglang (some minutes the first time)"
 	@echo "make test-ray    run those that start Ray clusters on this machine (some 15 minutes)"
 	@echo "make test-browser  run those that open reports in the Chromium of this machine"
-	@echo "make test-extras run those of optional packages (TRL, math-verify, reasoning-gym, datasets, wandb), in .venv-extras"
+	@echo "make test-extras run those of optional packages (TRL, math-verify, reasoning-gym, datasets, wandb, verifiers, openenv), in .venv-extras and others"
 	@echo "make test-slow   run those that take long, or are further cases of others"
 	@echo "make test-all    run all of these tests, one kind after the other (hours)"
 	@echo "make docs        build the site of the documentation into build/site, without a network once .venv-docs is there"
@@ -86,8 +89,9 @@ test-slow: $(stamp)
 
 test-all: test test-slow test-extras test-browser test-ray test-pretrained test-sglang
 
-test-extras: $(extras_stamp)
+test-extras: $(extras_stamp) $(adapters:%=.venv-%/installed-$(key))
 	$(extras_python) -m pytest $(PYTEST_ARGS) $(extras_tests)
+	for each in $(adapters); do PATH="$$PWD/.venv-$$each/bin:$$PATH" python -m pytest tests/environments/test_$${each}_adapter.py; done
 
 test-browser: $(stamp)
 	$(python) -m pytest -m browser $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
@@ -135,6 +139,16 @@ $(extras_stamp): | $(extras_python)
 
 $(extras_python):
 	$(call make_environment,.venv-extras)
+
+$(adapters:%=.venv-%/installed-$(key)): .venv-%/installed-$(key): | .venv-%/bin/python
+	@echo "Installing rhymerl and $* into .venv-$*"
+	@rm -f .venv-$*/installed-*
+	@grep -Ev "^(pillow|tomlkit)=" constraints.txt > .venv-$*/constraints.txt # of which gradio, which openenv asks for, wants older ones
+	.venv-$*/bin/python -m pip install --disable-pip-version-check --constraint .venv-$*/constraints.txt --editable '.[dev,$*]'
+	@touch $@
+
+$(adapters:%=.venv-%/bin/python): .venv-%/bin/python:
+	$(call make_environment,.venv-$*)
 
 # Into a folder beside its place first: what is broken off leaves no half of it.
 $(pretrained): | $(python)

@@ -36,6 +36,20 @@ class Tool(NamedTuple):
         return self.function.__name__
 
 
+def call_format(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> CallFormat:
+    """Return the way in which the policy calls these tools. Raises ValueError where nothing says it.
+
+    It is transformers' parser for other families only: its time grows with the square of the number of calls.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    family = family_of(tokenizer.get_chat_template(tools=[*schemas])) if has_template else None
+    found: CallFormat | None = family or getattr(tokenizer, "response_template", None)
+    if found is None:
+        lack = "writes tool calls in no way that is known" if has_template else "is missing"
+        raise ValueError(f"calls=None: the chat template {lack}; expected one of {', '.join(FAMILIES)}")
+    return found
+
+
 @dataclass(kw_only=True, eq=False)
 class Tools(Environment):
     """Runs the calls in what the policy says, in order, and replies with their results: messages of the role `tool`.
@@ -90,17 +104,7 @@ class Tools(Environment):
                 raise attempt.error
             if attempt.error is not None:
                 raise ValueError(f"tools: {owner.__qualname__} cannot be made: {attempt.message}") from attempt.error
-        return self if self.calls is not None else replace(self, calls=self._format(tokenizer))
-
-    def _format(self, tokenizer: Any) -> CallFormat:
-        """Take transformers' parser for other families only: its time grows with the square of the number of calls."""
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        family = family_of(tokenizer.get_chat_template(tools=[*self.tool_schemas])) if has_template else None
-        found: CallFormat | None = family or getattr(tokenizer, "response_template", None)
-        if found is None:
-            lack = "writes tool calls in no way that is known" if has_template else "is missing"
-            raise ValueError(f"calls=None: the chat template {lack}; expected one of {', '.join(FAMILIES)}")
-        return found
+        return self if self.calls is not None else replace(self, calls=call_format(tokenizer, self.tool_schemas))
 
     @property
     def has_sessions(self) -> bool:

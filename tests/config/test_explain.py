@@ -89,7 +89,10 @@ def test_a_section_lists_its_settings_and_options() -> None:
         ("update.learnin_rate", "unknown setting update.learnin_rate; did you mean update.learning_rate?"),
         ("learning_rate", "did you mean update.learning_rate?"),
         ("budget.start", "budget.start: GoodputBudget has no such setting; budget=aimd has it"),
-        ("task.difficulty", "task=null has no such setting; task=checked_sum or task=long_sum or task=running_sum has it"),
+        (
+            "task.difficulty",
+            "task=null has no such setting; task=checked_sum or task=long_sum or task=running_sum has it",
+        ),
     ],
 )
 def test_an_unknown_setting_leads_to_the_nearest_one(key: str, message: str) -> None:

@@ -14,7 +14,7 @@ from tests.config.packaged import composed
 ROOT = Path(__file__).parents[2]
 OPTIONS = sorted(packaged_directory().glob("*/*.yaml"))
 DRAFTING = [path for path in OPTIONS if path.parent.name in ("drafter", "budget")]
-NEEDS_EXTRA = {"reasoning_gym", "wandb"}
+NEEDS_EXTRA = {"openenv", "reasoning_gym", "verifiers", "wandb"}
 
 
 @pytest.mark.parametrize("name", packaged_names())
