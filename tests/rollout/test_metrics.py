@@ -74,7 +74,7 @@ def test_samples_to_which_no_reward_applies_count_nowhere():
 
 
 def test_the_worth_of_remembered_replies_is_counted_over_all_turns():
-    turns = [TurnEnd(start=3, stop=5, waited_s=1.0, saved_s=saved_s) for saved_s in (None, 2.0, 0.5)]
+    turns = [TurnEnd(start=3, stop=5, text="", waited_s=1.0, saved_s=saved_s) for saved_s in (None, 2.0, 0.5)]
     outputs = [replace(Output.of(range(9), finish_reason="stop"), turns=part) for part in (tuple(turns), (turns[0],))]
     metrics = episode_metrics(outputs)
     assert metrics["environment/remembered_frac"] == 2 / 4
