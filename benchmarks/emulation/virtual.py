@@ -105,7 +105,7 @@ class VirtualHost(WorkerHost):
             while self.is_running and (left := self._left_s - (device.now() - began)) > 0:
                 started, step = device.now(), min(self._num_running)
                 self.decode(timeout_s=left)
-                self._note(step, at_s - began + started, at_s - began + device.now())
+                self._add_span(step, at_s - began + started, at_s - began + device.now())
                 self.settle()
             if device.now() - self._reported_s > _REPORT_S:
                 self._reported_s = device.now()
@@ -120,7 +120,7 @@ class VirtualHost(WorkerHost):
         self._left_s -= used
         return events
 
-    def _note(self, step: int, start_s: float, end_s: float) -> None:
+    def _add_span(self, step: int, start_s: float, end_s: float) -> None:
         span = WorkerSpan(worker=self._number, activity="decode", number=step, start_s=start_s, end_s=end_s)
         self._trainer.spans.append(span)
 

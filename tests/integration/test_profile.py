@@ -101,4 +101,6 @@ def test_episodes_show_in_trace_timeline_and_samples(settings: list[str], rhymer
     for text in episodes:
         for turn in text.turns:
             assert text.text[turn.start : turn.stop].endswith("=" if turn.stop > turn.start else "")
-            assert turn.waited_s >= 0.1
+            assert turn.waited_s is None or turn.waited_s >= 0.1
+        asked = [turn for turn in text.turns if turn.waited_s is not None]
+        assert len(asked) >= len(text.turns) - (text.finish_reason == "length")
