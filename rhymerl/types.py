@@ -98,9 +98,7 @@ class TurnEnd:
     reward: float | None = None  # of the turn, if the environment gives any
     metrics: Mapping[str, float] = field(default_factory=dict)
     waited_s: float = 0.0
-    replied_at: float = (
-        0.0  # in Unix time of the worker's machine; 0 where a limit ended the turn, and nobody was asked
-    )
+    replied_at: float = 0.0  # in Unix time of the worker's machine; 0 where nobody was asked
     saved_s: float | None = None  # of waiting, where the reply was remembered
 
     def behind(self, num_tokens: int) -> TurnEnd:

@@ -47,13 +47,12 @@ class RecordPasses(L.Callback):
         }
         of_ranks = pl_module._ranks.gather(mine)
         if trainer.is_global_zero:
-            turns = [
-                turn
-                for each in pl_module.last_rollout.samples
-                for turn in each.completion.output.turns
-                if turn.replied_at
+            turns = [turn for each in pl_module.last_rollout.samples for turn in each.completion.output.turns]
+            waits = [
+                [round(turn.replied_at - turn.waited_s, 5), round(turn.replied_at, 5)]
+                for turn in turns
+                if turn.waited_s
             ]
-            waits = [[round(turn.replied_at - turn.waited_s, 5), round(turn.replied_at, 5)] for turn in turns]
             self._file.append({"step": pl_module.num_rollouts, "ranks": of_ranks, "waits": waits})
 
     def state_dict(self) -> dict[str, Any]:

@@ -89,7 +89,8 @@ def _of_passes(record: Mapping[str, Any]) -> Iterator[Event]:
 
 def _of_waits(waits: Sequence[tuple[float, float]], *, trainer: int) -> Iterator[Event]:
     """Count the episodes that wait for environments, whichever worker has them."""
-    changes = sorted([(asked_at, 1) for asked_at, _ in waits] + [(replied_at, -1) for _, replied_at in waits])
+    changes = [(asked_at, 1) for asked_at, _ in waits] + [(replied_at, -1) for _, replied_at in waits]
+    changes.sort(key=lambda change: (change[0], -change[1]))  # what is replied at once is asked before
     for (at_s, _), count in zip(changes, accumulate(change for _, change in changes), strict=True):
         yield {
             "name": "episodes that wait",

@@ -37,14 +37,6 @@ class Ponders(Counts):
         return super().reply(row, turns)
 
 
-class Sleeps(Counts):
-    """Takes longer than a pass."""
-
-    def reply(self, row, turns):
-        time.sleep(0.1)
-        return super().reply(row, turns)
-
-
 class Asks(Environment):
     """Does what the row says."""
 

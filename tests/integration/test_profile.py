@@ -76,18 +76,18 @@ def test_another_profile_is_refused(settings: list[str], rhymerl: Run, tmp_path:
 
 def test_episodes_show_in_trace_timeline_and_samples(settings: list[str], rhymerl: Run, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    environment = "environment=tests.environments.worlds.Sleeps"
+    environment = "environment=tests.environments.worlds.Ponders"
     words = [environment, "rollout.max_turns=3", "profile=trace", "trainer.max_steps=4"]
     assert rhymerl(*settings, *words, f"run_dir={run_dir}").code == 0
     shown = [each for each in events_of(run_dir) if each["ph"] != "M"]
     waiting = [each["args"]["episodes"] for each in shown if each["ph"] == "C"]
-    assert waiting[-1] == 0 <= min(waiting) < max(waiting)
+    assert waiting[-1] == 0 == min(waiting) < max(waiting)
     waits = [each for each in shown if each["name"] == "waits for environments"]
-    assert waits
+    assert any(each["dur"] > 20 * MS for each in waits)
     assert all(each["cat"] == "worker" and each["dur"] > 0 for each in waits)
     # Whenever an engine has nothing to decode but for its environments, some episode waits.
     changes = [(each["ts"], each["args"]["episodes"]) for each in shown if each["ph"] == "C"]
-    for each in waits:
+    for each in (each for each in waits if each["dur"] > 20 * MS):
         middle = each["ts"] + each["dur"] / 2
         assert [count for at, count in changes if at <= middle][-1] > 0
     run = read_run(run_dir)
@@ -101,6 +101,4 @@ def test_episodes_show_in_trace_timeline_and_samples(settings: list[str], rhymer
     for text in episodes:
         for turn in text.turns:
             assert text.text[turn.start : turn.stop].endswith("=" if turn.stop > turn.start else "")
-            assert turn.waited_s is None or turn.waited_s >= 0.1
-        asked = [turn for turn in text.turns if turn.waited_s is not None]
-        assert len(asked) >= len(text.turns) - (text.finish_reason == "length")
+            assert turn.waited_s is None or turn.waited_s >= 0

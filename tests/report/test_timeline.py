@@ -10,6 +10,7 @@ import pytest
 from rhymerl.backends.spans import EVALUATION, WorkerSpan
 from rhymerl.report.base import Run, StepTimes
 from rhymerl.report.timeline import timeline_of
+from rhymerl.report.trace import _of_waits
 
 
 def decode(worker: int, number: int, start_s: float, end_s: float) -> WorkerSpan:
@@ -70,3 +71,12 @@ def test_waiting_for_environments_is_told_from_decoding():
     timeline = timeline_of(run)
     assert timeline is not None
     assert list(timeline.kinds) == ["rollout", "environment", "update"]
+
+
+def test_a_trace_counts_the_episodes_that_wait_whatever_their_steps():
+    events = list(_of_waits([(3.0, 5.0), (1.0, 4.0), (5.0, 6.0), (7.0, 7.0)], trainer=2))
+    assert [(each["ts"] / 1e6, each["args"]["episodes"]) for each in events] == [
+        *((1, 1), (3, 2), (4, 1), (5, 2), (5, 1), (6, 0)),
+        *((7, 1), (7, 0)),
+    ]
+    assert {(each["ph"], each["pid"]) for each in events} == {("C", 2)}
