@@ -67,7 +67,7 @@ class Admission:
         while self._waiting and len(self.running) < self._max_running:
             request = self._waiting[0]
             brings = len(request.prompt.token_ids) + (len(request.output) if request.output else 0)
-            if self.running and brings + len(self.running) > self._room() + self.kept.num_slots:
+            if self.running and brings + len(self.running) > self._room():
                 break
             self._waiting.popleft()
             self.running.append(self._enter(request))
@@ -87,7 +87,8 @@ class Admission:
 
     def _room(self) -> int:
         """Return how many slots could be had without preempting anybody, less what admitted rows still have to feed."""
-        return self._rows.pool.num_free + self.prefixes.idle_slots() - self.prefixes.owed(self.running)
+        idle = self.prefixes.idle_slots() + self.kept.num_slots
+        return self._rows.pool.num_free + idle - self.prefixes.owed(self.running)
 
     def feed(self) -> tuple[IndexArray, IndexArray]:
         """Return the rows that feed, and how many of their uncached tokens, after making room for all of these."""
@@ -154,11 +155,8 @@ class Admission:
         return completion
 
     def _leave(self, row: int) -> None:
-        prefix = self._rows.prefix[row]
         self.running.remove(row)
-        self._rows.leave(row)
-        if prefix is not None:
-            self.prefixes.release(prefix)
+        self.prefixes.leave(row)
 
     def withdraw(self, ids: Iterable[str] | None) -> tuple[list[Completion], list[Completion]]:
         """Take requests out, the oldest first, None = all; those that have entered before, and those that never have."""

@@ -131,16 +131,16 @@ class Engine:
         on behind an environment's reply. With `max_passes` they are handed over after so many and not before.
         """
         finished: list[Completion] = []
-        passes, every = 0, _HAND_OVER
+        passes = 0
         with self.forward.ready():
             while self.has_work and (deadline is None or self.now() < deadline):
-                if passes == max_passes or (max_passes is None and finished and passes % every == 0):
+                if passes == max_passes or (max_passes is None and finished and passes % _HAND_OVER == 0):
                     break
                 new = self.step()
                 finished += new
                 passes += 1
-                if any(each.request.may_go_on for each in new):
-                    every = 1
+                if max_passes is None and any(each.request.may_go_on for each in new):
+                    break
         if not self.has_work:
             self.forward.forget()
         return finished

@@ -30,7 +30,7 @@ class KeptRows:
     @property
     def num_slots(self) -> int:
         """The slots that could be had from them."""
-        return sum(self._owned(row) for row in self._row_of.values())
+        return sum(int(self._rows.cached[row] - self._rows.shared[row]) for row in self._row_of.values())
 
     def keep(self, row: int) -> None:
         """The request in this row has left it, and may go on."""
@@ -42,14 +42,14 @@ class KeptRows:
         """Return the row in which a request goes on, None where it has none; it is kept no more."""
         row = self._row_of.pop(request.id, None)
         if row is not None and not self._begins(request, self._rows.tokens[row, : self._rows.length[row]]):
-            self._leave(row)  # another request of that name
+            self._prefixes.leave(row)  # another request of that name
             return None
         return row
 
     def forget(self, name: str) -> None:
         """A request does not go on."""
         if name in self._row_of:
-            self._leave(self._row_of.pop(name))
+            self._prefixes.leave(self._row_of.pop(name))
 
     def evict(self) -> bool:
         """Free the row that has waited longest; returns whether there was one."""
@@ -62,15 +62,6 @@ class KeptRows:
         """Free all of them."""
         while self.evict():
             pass
-
-    def _owned(self, row: int) -> int:
-        return int(self._rows.cached[row] - self._rows.shared[row])
-
-    def _leave(self, row: int) -> None:
-        prefix = self._rows.prefix[row]
-        self._rows.leave(row)
-        if prefix is not None:
-            self._prefixes.release(prefix)
 
     @staticmethod
     def _begins(request: RolloutRequest, tokens: IntArray) -> bool:

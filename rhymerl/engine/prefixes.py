@@ -60,9 +60,13 @@ class PrefixTable:
             self._evict(idle)
         return idle is not None
 
-    def release(self, prefix: Prefix) -> None:
-        """A reader has left: a prefix that nobody waits for any more is not computed."""
-        if prefix.num_readers == 0 and self._rows.cached[prefix.row] < self._rows.length[prefix.row]:
+    def leave(self, row: int) -> None:
+        """Free the row of a request; its prefix, for which nobody may wait any more, is then not computed."""
+        prefix = self._rows.prefix[row]
+        self._rows.leave(row)
+        if prefix is None or prefix.num_readers:
+            return
+        if self._rows.cached[prefix.row] < self._rows.length[prefix.row]:
             self._evict(prefix)
 
     def clear(self) -> None:

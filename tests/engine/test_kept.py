@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
@@ -42,6 +43,15 @@ def next_turn(request: RolloutRequest, output: Output | None) -> RolloutRequest:
     return replace(request, output=output, sampling=replace(request.sampling, max_tokens=most))
 
 
+def renew(engine: Engine) -> None:
+    """The policy has changed: other keys and values follow from the same tokens."""
+    engine.new_weights(1)
+    with torch.no_grad():
+        for name, weight in engine.model.named_parameters():
+            if name.endswith(("k_proj.weight", "v_proj.weight")):
+                weight.mul_(-1.5)
+
+
 def play(engine: Engine, requests: list[RolloutRequest], *, weights_after: int | None = None) -> dict[str, list[int]]:
     """Answer each stop with a reply, up to so many turns; returns the tokens of each episode."""
     turns, tokens, steps = dict.fromkeys((each.id for each in requests), 0), {}, 0
@@ -50,7 +60,7 @@ def play(engine: Engine, requests: list[RolloutRequest], *, weights_after: int |
         while engine.has_work:
             steps += 1
             if steps == weights_after:
-                engine.new_weights(1)
+                renew(engine)
             for done in engine.step():
                 name = done.request.id
                 turns[name] += 1
@@ -93,11 +103,22 @@ def test_others_get_the_room_that_they_need(policy, settings, drafter):
     assert play(Engine(policy.model, drafter=drafter, **settings), requests) == plain
 
 
-def test_new_weights_leave_nothing_of_the_old(policy):
-    requests = asked(2)
-    engine, forgetful = Engine(policy.model), Engine(policy.model)
-    plain = play(forgetful, [replace(each, may_go_on=False) for each in requests], weights_after=9)
-    assert play(engine, requests, weights_after=9) == plain
+@pytest.mark.parametrize("weights_after", range(2, 12))
+def test_new_weights_leave_nothing_of_the_old(weights_after):
+    requests = asked(4)
+    engine, forgetful = (Engine(tiny_policy(num_layers=1).model) for _ in range(2))
+    plain = play(forgetful, [replace(each, may_go_on=False) for each in requests], weights_after=weights_after)
+    assert play(engine, requests, weights_after=weights_after) == plain
+
+
+def test_new_weights_free_the_rows_of_turns_that_are_over(policy):
+    engine = Engine(policy.model)
+    engine.submit(asked(1))
+    engine.run()
+    assert engine.admission.kept.held
+    engine.new_weights(1)
+    assert not engine.admission.kept.held
+    engine.check_integrity()
 
 
 def test_another_request_of_the_name_is_computed_anew(policy):
@@ -115,6 +136,21 @@ def test_another_request_of_the_name_is_computed_anew(policy):
         changed.submit([next_turn(replace(request, may_go_on=False), output)])
         assert engine.run()[0].token_ids.tolist() == changed.run()[0].token_ids.tolist()
         engine.check_integrity()
+
+
+def test_a_turn_is_handed_over_in_the_pass_in_which_it_ends(policy):
+    """What ends for good may wait some passes; `max_passes` holds for both."""
+    requests = asked(4)
+    engine, lazy, counted = Engine(policy.model), Engine(policy.model), Engine(policy.model)
+    engine.submit(requests)
+    first = min(each.num_passes for each in engine.run())
+    assert engine.totals.passes == first
+    lazy.submit([replace(each, may_go_on=False) for each in requests])
+    lazy.run()
+    assert lazy.totals.passes > first
+    counted.submit(requests)
+    counted.run(max_passes=first + 1)
+    assert counted.totals.passes == first + 1
 
 
 def test_a_request_that_is_withdrawn_keeps_nothing(policy):
