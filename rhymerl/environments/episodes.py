@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,14 @@ _NOTHING = np.empty(0, np.int32)
 if TYPE_CHECKING:
     from rhymerl.environments.encoding import ReplyEncoder
     from rhymerl.types import IntArray
+
+
+class _EndedTurn(NamedTuple):
+    """A turn whose environment has been asked."""
+
+    request: RolloutRequest
+    output: Output
+    text: str  # of the turn
 
 
 class Episodes:
@@ -53,7 +61,7 @@ class Episodes:
         self._warned: set[FinishReason] = set()
         self._decode = decode
         self._context_tokens = context_tokens
-        self._waiting: dict[str, tuple[RolloutRequest, Output]] = {}  # turns that have ended, by request id
+        self._waiting: dict[str, _EndedTurn] = {}  # by request id
 
     def close(self) -> None:
         """End the environment's processes; may be called twice."""
@@ -87,10 +95,10 @@ class Episodes:
 
     def ask(self, request: RolloutRequest, output: Output) -> None:
         """Ask the environment what it replies to the last turn."""
-        self._waiting[request.id] = request, output
+        ended = self._waiting[request.id] = _EndedTurn(request, output, self._last_text(request, output))
         row = {"prompt": request.prompt.text, **request.prompt.columns}
         said = [Turn(text=turn.text, reply=turn.reply) for turn in output.turns]
-        self._pool.ask(request.id, row, [*said, Turn(text=self._last_text(request, output))])
+        self._pool.ask(request.id, row, [*said, Turn(text=ended.text)])
 
     def forget(self, names: Iterable[str]) -> None:
         """These requests are over, or go on elsewhere: nobody waits for replies to them, and their sessions end."""
@@ -106,14 +114,13 @@ class Episodes:
         replied = self._pool.replied(timeout_s)
         while self._waits_for_all and len(replied) < len(self._waiting):
             replied += self._pool.replied(None)
-        found = []
-        for each in sorted(replied, key=lambda each: each.episode) if self._waits_for_all else replied:
-            request, output = self._waiting.pop(each.episode)
-            found.append((each.episode, self._behind(request, output, each)))
-        return found
+        if self._waits_for_all:
+            replied.sort(key=lambda each: each.episode)
+        return [(each.episode, self._behind(self._waiting.pop(each.episode), each)) for each in replied]
 
-    def _behind(self, request: RolloutRequest, output: Output, replied: Replied) -> Output:
+    def _behind(self, ended: _EndedTurn, replied: Replied) -> Output:
         """Return the answer with an environment's reply behind its last turn, or as it has ended."""
+        request, output, text = ended
         reply, failure, tokens = replied.reply or Reply(), replied.failure, _NOTHING
         reason = self._ending(request, output, replied.reply)
         if reason == "withdrawn":
@@ -129,7 +136,7 @@ class Episodes:
         turn = TurnEnd(
             start=len(output),
             stop=len(output) + len(tokens),
-            text=self._last_text(request, output),
+            text=text,
             reply=reply.content if reason == "withdrawn" else None,
             reward=reply.reward,
             metrics=reply.metrics,

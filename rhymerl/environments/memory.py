@@ -80,6 +80,7 @@ class RememberingPool:
         self._pool = pool
         self._memory = ReplyMemory(max_bytes)
         self._waiting: dict[str, list[_Waiter]] = {}  # for calls under way, by key; the first one's call it is
+        self._key_of: dict[str, str] = {}  # of the call that an episode waits for
         self._replied: list[Replied] = []
 
     def ask(self, episode: str, row: Mapping[str, Any], turns: Sequence[Turn]) -> None:
@@ -89,6 +90,7 @@ class RememberingPool:
         if known is not None:
             self._replied.append(Replied(episode, known.reply, "", 0.0, time(), saved_s=known.took_s))
             return
+        self._key_of[episode] = key
         waiters = self._waiting.setdefault(key, [])
         waiters.append(_Waiter(episode, row, turns, monotonic()))
         if len(waiters) == 1:
@@ -98,11 +100,13 @@ class RememberingPool:
         """This episode waits for no reply, but others may wait for the same one."""
         self._replied = [each for each in self._replied if each.episode != episode]
         self._pool.forget(episode)
-        for key, waiters in list(self._waiting.items()):
-            self._waiting[key] = [each for each in waiters if each.episode != episode]
-            if not self._waiting[key]:
-                del self._waiting[key]
-                self._pool.forget(key)
+        key = self._key_of.pop(episode, None)
+        if key is None:
+            return
+        self._waiting[key] = [each for each in self._waiting[key] if each.episode != episode]
+        if not self._waiting[key]:
+            del self._waiting[key]
+            self._pool.forget(key)
 
     def replied(self, timeout_s: float | None) -> list[Replied]:
         """Return what has been replied; where that is nothing yet, wait for the first so long, or without a limit."""
@@ -120,6 +124,8 @@ class RememberingPool:
         if waiters is None:  # an episode that was asked about alone
             self._replied.append(replied)
             return
+        for each in waiters:
+            del self._key_of[each.episode]
         now, (first, *others) = monotonic(), waiters
         self._replied.append(replied._replace(episode=first.episode, waited_s=now - first.asked_at))
         if replied.reply is None:
