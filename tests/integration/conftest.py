@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,20 @@ def rhymerl(capfd: pytest.CaptureFixture[str]) -> Run:
         return Done(code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module's whole run is, once it is made."""
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+def made_once(run_dir: Path, words: Sequence[str], rhymerl: Run) -> Path:
+    """The run directory of a run by these words, which is made where there is none yet."""
+    if not run_dir.exists():
+        done = rhymerl(*words)
+        assert done.code == 0, done.err
+    return run_dir
 
 
 @pytest.fixture

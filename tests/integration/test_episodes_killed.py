@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Run
+from tests.integration.conftest import Run, made_once
 from tests.integration.test_resume import assert_same_runs, killed, words_for
 
 EPISODES = [
@@ -17,17 +17,10 @@ EPISODES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "run"
-
-
 @pytest.fixture
 def whole(whole_dir: Path, settings: list[str], rhymerl: Run) -> Path:
     """The run directory of the uninterrupted run; made once."""
-    if not whole_dir.exists():
-        assert rhymerl(*words_for([*settings, *EPISODES], whole_dir)).code == 0
-    return whole_dir
+    return made_once(whole_dir, words_for([*settings, *EPISODES], whole_dir), rhymerl)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])

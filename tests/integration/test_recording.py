@@ -10,7 +10,7 @@ import pytest
 
 from rhymerl.history.traces import read_trace
 from tests.integration import programs
-from tests.integration.conftest import Run, checkpoint
+from tests.integration.conftest import Run, checkpoint, made_once
 
 NAME = "rollouts.jsonl.gz"
 STEPS_A_PASS, NUM_PROMPTS, GROUP = 3, 10, 4
@@ -21,17 +21,10 @@ def words_for(settings: list[str], run_dir: Path, *more: str) -> list[str]:
     return [*settings, "model.dtype=float64", "record_rollouts=true", f"run_dir={run_dir}", *more]
 
 
-@pytest.fixture(scope="module")
-def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "run"
-
-
 @pytest.fixture
 def whole(whole_dir: Path, settings: list[str], rhymerl: Run) -> Path:
     """The run directory of an uninterrupted run of six steps; made once."""
-    if not whole_dir.exists():
-        assert rhymerl(*words_for(settings, whole_dir)).code == 0
-    return whole_dir
+    return made_once(whole_dir, words_for(settings, whole_dir), rhymerl)
 
 
 def test_every_answer_by_pass_and_ready_for_replay(whole: Path, rhymerl: Run) -> None:

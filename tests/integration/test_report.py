@@ -27,11 +27,6 @@ def outline(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "run"
-
-
 def words_for(settings: list[str], run_dir: Path, *more: str) -> list[str]:
     """Return the words of a run in float64, with drafts; validation prompts are answered in the middle, too."""
     fixed = ["model.dtype=float64", "budget=fixed", "evaluation.every_n_steps=2", "checkpoint.every_n_steps=2"]

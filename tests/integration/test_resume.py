@@ -18,7 +18,7 @@ import torch
 
 from rhymerl.callbacks import AtomicCheckpointIO
 from tests.integration import programs
-from tests.integration.conftest import Run, assert_same, checkpoint, rows
+from tests.integration.conftest import Run, assert_same, checkpoint, made_once, rows
 
 TABLE = "trainer.callbacks=[{{_target_: rhymerl.callbacks.SampleTable, path: {}, every_n_steps: 1, num_samples: 99}}]"
 
@@ -27,17 +27,10 @@ def words_for(settings: list[str], run_dir: Path) -> list[str]:
     return [*settings, f"run_dir={run_dir}", "record_rollouts=true", TABLE.format(run_dir / "all.jsonl")]
 
 
-@pytest.fixture(scope="module")
-def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "run"
-
-
 @pytest.fixture
 def whole(whole_dir: Path, settings: list[str], rhymerl: Run) -> Path:
     """The run directory of the uninterrupted run; made once."""
-    if not whole_dir.exists():
-        assert rhymerl(*words_for(settings, whole_dir)).code == 0
-    return whole_dir
+    return made_once(whole_dir, words_for(settings, whole_dir), rhymerl)
 
 
 def state(run_dir: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import yaml
 
 from rhymerl.testing import tiny_policy
 from tests.integration import programs
-from tests.integration.conftest import Run, assert_same, checkpoint, rows
+from tests.integration.conftest import Run, assert_same, checkpoint, made_once, rows
 
 HALF = "trainer.max_steps=6"  # three rollout steps of six
 
@@ -32,22 +32,14 @@ def constant(settings: list[str]) -> list[str]:
 @pytest.fixture
 def half(half_dir: Path, constant: list[str], tmp_path: Path, rhymerl: Run) -> Path:
     """A copy of a run of three steps; made once."""
-    if not half_dir.exists():
-        assert rhymerl(*constant, HALF, f"run_dir={half_dir}").code == 0
+    made_once(half_dir, [*constant, HALF, f"run_dir={half_dir}"], rhymerl)
     return Path(shutil.copytree(half_dir, tmp_path / "run", symlinks=True))
-
-
-@pytest.fixture(scope="module")
-def whole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "run"
 
 
 @pytest.fixture
 def whole(whole_dir: Path, constant: list[str], rhymerl: Run) -> Path:
     """The run that was never interrupted; made once."""
-    if not whole_dir.exists():
-        assert rhymerl(*constant, f"run_dir={whole_dir}").code == 0
-    return whole_dir
+    return made_once(whole_dir, [*constant, f"run_dir={whole_dir}"], rhymerl)
 
 
 def damage(path: Path) -> None:
