@@ -3,8 +3,8 @@
     cd examples
     rhymerl fit --config quickstart drafter=my_drafter.CopyEarlierAnswer
 
-A wrong guess costs time and never changes a token, so there is nothing here to get subtly wrong. It follows the history, which checkpoints
-hold: so it guesses as well after a resume as before.
+A wrong guess costs time and never changes a token, so there is nothing here to get subtly wrong. It follows the
+history, which checkpoints hold: so it guesses as well after a resume as before.
 """
 
 import numpy as np

@@ -18,9 +18,9 @@ _log = logging.getLogger("rhymerl")
 def compiled(function: Function) -> Function:
     """`numba.njit` with the GIL released, compiled at the first call; the import of numba waits until then too.
 
-    It may call compiled functions of its own module, and take NamedTuples of it (numba's cache does not see changes in another file). numba caches
-    next to the source, else in the user's cache directory; where neither is writable the function is
-    compiled again by every process.
+    It may call compiled functions of its own module, and take NamedTuples of it (numba's cache does not see changes in
+    another file). numba caches next to the source, else in the user's cache directory; where neither is writable the
+    function is compiled again by every process.
     """
     return _Compiled(function)  # type: ignore[return-value]
 
@@ -67,8 +67,8 @@ class _Compiled:
     def inlined(self) -> Any:
         """The function for callers that are compiled: they take the code into their own.
 
-        Otherwise a process that compiles both would call the function by itself, and one that loads the caller from the cache a copy
-        that was optimized with it: their sums are rounded differently.
+        Otherwise a process that compiles both would call the function by itself, and one that loads the caller from the
+        cache a copy that was optimized with it: their sums are rounded differently.
         """
         import numba
 

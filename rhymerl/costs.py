@@ -67,8 +67,9 @@ class PassCost(ABC):
     ) -> FloatArray:
         """Return the time of a pass with so many draft nodes in all (an array of choices).
 
-        The drafter was asked for `asked` requests before it, and so many tokens of prompts are computed beside. `seen` are the keys that rows and nodes
-        attend to, summed, where that is known. Arrays and numbers go together as NumPy's do.
+        The drafter was asked for `asked` requests before it, and so many tokens of prompts are computed beside. `seen`
+        are the keys that rows and nodes attend to, summed, where that is known. Arrays and numbers go together as
+        NumPy's do.
         """
 
     @property
@@ -89,9 +90,9 @@ class PassCost(ABC):
     ) -> float:
         """A pass has taken so long; returns what it is held to have taken.
 
-        Beside rows and nodes it computed so many tokens of prompts; `seen` are the keys that rows and nodes attended to, summed. It
-        `is_cold` where the drafter had been left alone before, so that its code and data had to be fetched from far: such
-        passes take longer than others, and say little of what they would take in a row.
+        Beside rows and nodes it computed so many tokens of prompts; `seen` are the keys that rows and nodes attended
+        to, summed. It `is_cold` where the drafter had been left alone before, so that its code and data had to be
+        fetched from far: such passes take longer than others, and say little of what they would take in a row.
         """
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
 

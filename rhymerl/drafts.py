@@ -57,7 +57,8 @@ class Draft:
 class DraftBatch:
     """The drafts of a running batch, packed: request r owns the nodes starts[r]:starts[r + 1].
 
-    Parents count from the request's own first node: `parents=[-1, 0, -1], starts=[0, 2, 3]` is a path of two and a single node.
+    Parents count from the request's own first node: `parents=[-1, 0, -1], starts=[0, 2, 3]` is a path of two and a
+    single node.
     """
 
     token_ids: IntArray  # [N]

@@ -1,7 +1,8 @@
 """The exception tree. Everything that rhymerl raises on purpose is one of these, or a ValueError of a constructor.
 
-A constructor does not know where in a config its object stands. Its ValueError names the argument ("window=-1: expected at
-least 0"), and `rhymerl.config` makes a ConfigError of it that names the setting ("drafter.window=-1: expected at least 0").
+A constructor does not know where in a config its object stands. Its ValueError names the argument ("window=-1: expected
+at least 0"), and `rhymerl.config` makes a ConfigError of it that names the setting ("drafter.window=-1: expected at
+least 0").
 
 RhymeError                 something rhymerl noticed; the message is one readable line
 ├── UsageError             the user's input is wrong (exit code 2)

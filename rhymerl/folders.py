@@ -93,7 +93,8 @@ def _refused(setting: str, name: str | Path, reason: str) -> ConfigError:
 class RunFolder:
     """A run's directory as a context manager: this process's alone while it runs, and gone again if nothing was written to it.
 
-    Entering raises ConfigError when the directory could not be used, or another process uses it; it makes nothing, which `open` does.
+    Entering raises ConfigError when the directory could not be used, or another process uses it; it makes nothing,
+    which `open` does.
     """
 
     def __init__(self, path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import TextIO
 
 _REDRAW_S = 0.2
 _LINE_S = 30.0
-# Before so much is done a guess at the time left is worth nothing: the first answers are the shortest, and engines start slowly.
+# Before so much is done a guess at the time left is worth nothing: the first answers are the shortest, and engines
+# start slowly.
 _KNOWN_AFTER_S = 2.0
 _KNOWN_AFTER_PARTS = 8
 _KNOWN_AFTER_SHARE = 0.05

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
 
 MaybeInfinite = Annotated[float, "may be infinite"]  # of a setting; all others have to be finite
-# How an answer ended. `withdrawn` and `turn` are of one that goes on: the latter waits for its environment's reply. The last three
-# are of episodes: the environment had more to say than `max_turns` or the model's context allow, or it failed.
+# How an answer ended. `withdrawn` and `turn` are of one that goes on: the latter waits for its environment's reply. The
+# last three are of episodes: the environment had more to say than `max_turns` or the model's context allow, or it
+# failed.
 FinishReason = Literal["stop", "length", "withdrawn", "turn", "max_turns", "context", "environment"]
 WHOLE: tuple[FinishReason, ...] = (
     "stop",

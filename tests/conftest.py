@@ -35,7 +35,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; torch and nu
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["NUMBA_NUM_THREADS"] = "1"
 
-# A shell starts what runs in the background deaf to Ctrl-C, nohup to a hang-up, and children inherit that: tests send both.
+# A shell starts what runs in the background deaf to Ctrl-C, nohup to a hang-up, and children inherit that: tests send
+# both.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, usual)

@@ -1,11 +1,12 @@
 """The overhead of drafting: rollouts with the default drafter and budget over rollouts without, in a grid of workloads.
 
-Each cell is a pair of rollout loops over the same policy, which answer the same requests step by step, in alternating order: history tree
-and goodput, and no drafter. A step is timed from its requests to what history and drafter have learned of it. Cells differ in
-the rows that decode side by side, in the longest answer, in the policy (`random` never repeats itself, `trained` is the quickstart's),
-and in the prompts: `fresh` ones each step, or the same ones again (`repeated`), of which `epoch 1` is the first time. A ratio is the step
-with drafts over that without; the interval is that of the median at 95 %, by bootstrap over the steps.
-A cell whose interval lies above --limit is measured once more, and the second result counts.
+Each cell is a pair of rollout loops over the same policy, which answer the same requests step by step, in alternating
+order: history tree and goodput, and no drafter. A step is timed from its requests to what history and drafter have
+learned of it. Cells differ in the rows that decode side by side, in the longest answer, in the policy (`random` never
+repeats itself, `trained` is the quickstart's), and in the prompts: `fresh` ones each step, or the same ones again
+(`repeated`), of which `epoch 1` is the first time. A ratio is the step with drafts over that without; the interval is
+that of the median at 95 %, by bootstrap over the steps. A cell whose interval lies above --limit is measured once more,
+and the second result counts.
 
     python -m benchmarks.drafting.draft_overhead [--rows 1 8 64 256] [--tokens 8 32 128 512] [--seconds 6]
 """

@@ -1,11 +1,13 @@
 """Tokens a pass of drafting rules on recorded rollouts, epoch by epoch, each with the same number of nodes.
 
-`rhymerl` is the default drafter; `n-gram` reads the request alone; `longest match` is the paper's rule (drafter=paper); `suffix decoding` is
-arctic-inference's own code with a tree for each prompt, given the whole budget; `oracle` knows the answer, and drafts the earlier run of
-tokens (of the prompt's answers, the request itself or a running sibling's) that goes on as it does for longest: no path does better.
+`rhymerl` is the default drafter; `n-gram` reads the request alone; `longest match` is the paper's rule (drafter=paper);
+`suffix decoding` is arctic-inference's own code with a tree for each prompt, given the whole budget; `oracle` knows the
+answer, and drafts the earlier run of tokens (of the prompt's answers, the request itself or a running sibling's) that
+goes on as it does for longest: no path does better.
 
-`courses` says by epoch how much the answers rhyme, and what of `rhymerl`'s drafts with the middle number of nodes was accepted: `rate` of all
-nodes, `at 1`, `at 2` ... of the drafts that went so deep those that were right so far, and the shares of accepted nodes by where they came from.
+`courses` says by epoch how much the answers rhyme, and what of `rhymerl`'s drafts with the middle number of nodes was
+accepted: `rate` of all nodes, `at 1`, `at 2` ... of the drafts that went so deep those that were right so far, and the
+shares of accepted nodes by where they came from.
 
     pip install --no-deps --target FOLDER arctic-inference
     python -m benchmarks.drafting.draft_rules TRACE [TRACE ...] --arctic FOLDER

@@ -1,12 +1,13 @@
 """Whole rollouts of a real model's run with drafts over rollouts without, at several numbers of running requests, beside what passes allow.
 
-A run is trained as its config says. In every `--every`-th step from epoch `--from-epoch` on (the first is 1), other engines answer the same requests
-with the same weights: for each number of running requests one without drafts, and one with the run's drafter and budget. Their order turns from
-step to step. `had` is the ratio of their seconds a token.
+A run is trained as its config says. In every `--every`-th step from epoch `--from-epoch` on (the first is 1), other
+engines answer the same requests with the same weights: for each number of running requests one without drafts, and one
+with the run's drafter and budget. Their order turns from step to step. `had` is the ratio of their seconds a token.
 
-`allowed` is the best speed-up that a replay of the run's answers finds at the cost of these very passes: a line over the tokens of a pass, fitted to
-those of both engines that computed no prompt. It is the better one of the default budget that is told this line and the best fixed number of nodes of
-the epoch (`best`; "goodput" is the budget). `share` is had / allowed. Drafters of the replay learn after an epoch, those of the run after a step.
+`allowed` is the best speed-up that a replay of the run's answers finds at the cost of these very passes: a line over
+the tokens of a pass, fitted to those of both engines that computed no prompt. It is the better one of the default
+budget that is told this line and the best fixed number of nodes of the epoch (`best`; "goodput" is the budget). `share`
+is had / allowed. Drafters of the replay learn after an epoch, those of the run after a step.
 
     rhymerl warmstart --config warmstart_smollm2_sums warmstart.precision=bf16-mixed
     python -m benchmarks.drafting.longer_task [key=value ...] trainer.precision=bf16-mixed

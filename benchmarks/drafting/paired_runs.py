@@ -1,10 +1,11 @@
 """Whole training runs with the drafts of a config and with drafter=none: the speed-up that drafts had, and what the run said of it.
 
-The two runs of a pair take turns, a step each, and begin with the same seed, so that they sample the same tokens up to rounding. `had` is the ratio
-of the seconds of their rollouts, all steps of the run counted; `said` is the run's own `rollout_speedup`, with its interval (`low`, `high`), and
-`off` is said over had, less 1; they are empty where the run was too short to tell. `equal_steps` are the steps from the first on in which both had the same rewards
-and as many tokens: rounding of float32 turns one of some hundred thousand, and from then on the runs are two. The row "all" has the means of the
-pairs. `step` is the ratio of the seconds of whole steps.
+The two runs of a pair take turns, a step each, and begin with the same seed, so that they sample the same tokens up to
+rounding. `had` is the ratio of the seconds of their rollouts, all steps of the run counted; `said` is the run's own
+`rollout_speedup`, with its interval (`low`, `high`), and `off` is said over had, less 1; they are empty where the run
+was too short to tell. `equal_steps` are the steps from the first on in which both had the same rewards and as many
+tokens: rounding of float32 turns one of some hundred thousand, and from then on the runs are two. The row "all" has the
+means of the pairs. `step` is the ratio of the seconds of whole steps.
 
     python -m benchmarks.drafting.paired_runs --config smollm2 [--repeats 3] [key=value ...]
 """

@@ -29,8 +29,9 @@ _NO_NODES = np.zeros(1)
 class EmulatedDevice:
     """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key of each row.
 
-    `context_s_per_pair` is for each key of each token: an accelerator waits for keys that are read, a CPU for products with them. With `widths`, which
-    rise, all requests of a pass have as many nodes, as in SGLang: the smallest of them that holds the largest draft.
+    `context_s_per_pair` is for each key of each token: an accelerator waits for keys that are read, a CPU for products
+    with them. With `widths`, which rise, all requests of a pass have as many nodes, as in SGLang: the smallest of them
+    that holds the largest draft.
     """
 
     curve: CostCurve

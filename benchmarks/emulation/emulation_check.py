@@ -1,9 +1,12 @@
 """Emulation against truth: the same run with passes as they are on this machine, and on the virtual clock with a curve of their costs.
 
-The curve is measured in runs of other seeds, before and after those that are compared: each pass's tokens, keys and seconds, to which a line with corners at powers of two,
-a price of a row's key and one of a token's key are fitted. In each repeat each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by `headline.py`'s means with that
-curve; the budget of both is told the curve of the runs before. `seconds` are all rollouts but the first, which compiles. `over_none` is how many times as fast as without drafts they are, and `flattered` how much
-higher that is when it is emulated. A machine on which something else runs is slower than its curve.
+The curve is measured in runs of other seeds, before and after those that are compared: each pass's tokens, keys and
+seconds, to which a line with corners at powers of two, a price of a row's key and one of a token's key are fitted. In
+each repeat each row runs twice at `--seed`, once as it is, its rollouts timed by the wall clock, and once by
+`headline.py`'s means with that curve; the budget of both is told the curve of the runs before. `seconds` are all
+rollouts but the first, which compiles. `over_none` is how many times as fast as without drafts they are, and
+`flattered` how much higher that is when it is emulated. A machine on which something else runs is slower than its
+curve.
 
     python -m benchmarks.emulation.emulation_check [key=value ...]
 """

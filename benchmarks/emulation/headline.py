@@ -1,20 +1,30 @@
 """What history brings to a whole training run: the real program on emulated accelerators and a virtual clock.
 
-Four workers answer, and a trainer with `--trainers` devices of its own updates the policy, from the same start in every row: drafter, scheduler and mode of run_ahead
-differ. In the row "colocated" as many devices in all answer and update in turn. The task is `long_sum`, whose answers of up to 448 tokens have a long tail; each of them stands for `--lengths` of the emulated
-device's tokens, so that keys and values weigh what they weigh there. Passes cost what `--emulate` says, everything that is done beside the model in a worker
-costs the CPU time that it took its thread here (virtual.py), and an update costs so much a token that it is `--update` of a step of the first row. The paper's drafter has the paper's
-budget, `aimd`, and ours `goodput`. The rows "one width" have SGLang's rule: all requests of a pass have as many nodes, chosen pass by pass among a few numbers, and drafts that have
-fewer are padded, which costs what nodes cost. The other rows are those of an engine that verifies as many nodes of each request as pay for it, as the embedded one does.
+Four workers answer, and a trainer with `--trainers` devices of its own updates the policy, from the same start in every
+row: drafter, scheduler and mode of run_ahead differ. In the row "colocated" as many devices in all answer and update in
+turn. The task is `long_sum`, whose answers of up to 448 tokens have a long tail; each of them stands for `--lengths` of
+the emulated device's tokens, so that keys and values weigh what they weigh there. Passes cost what `--emulate` says,
+everything that is done beside the model in a worker costs the CPU time that it took its thread here (virtual.py), and
+an update costs so much a token that it is `--update` of a step of the first row. The paper's drafter has the paper's
+budget, `aimd`, and ours `goodput`. The rows "one width" have SGLang's rule: all requests of a pass have as many nodes,
+chosen pass by pass among a few numbers, and drafts that have fewer are padded, which costs what nodes cost. The other
+rows are those of an engine that verifies as many nodes of each request as pay for it, as the embedded one does.
 
-A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of whatever the trainer does beside the update between
-rollouts and until the requests of a rollout are out. `over_barrier` compares them with no drafts, FIFO and a barrier, `over_colocated` with the same on colocated devices; `over_one_step_off` with no drafts, FIFO and a rollout that runs
-while the policy of the one before is trained, at whose end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the
-baseline of the RhymeRL paper. `to_held_out` compares the times at which problems that are not trained on had nine tenths of what the barrier's row gains on them: the policy after each epoch, at `epochs_s`, answers `--judged` of them,
-whose rewards from the start on are `held_out`, `held_out_error` being the standard error of one at most. Between epochs they lie on a line, and the lines that never fall are compared. `to_reward` compares the times at which the reward of an epoch's answers first was what the barrier's row had then.
-`bound` is what the row would reach with full workers, whose passes verify no node in vain, and no CPU time beside the passes: the sum of this work, beside the updates or with them. `length_correlation` is that of a prompt's mean length with the one in the
-epoch before. `lost` says where the workers' time goes, in parts of it: nodes (that drafts add to passes and that are rejected), padding (nodes that nothing can reach), draft (CPU), beside (the other CPU time), weights;
-and without work: update (while the trainer updates), trainer (while it does whatever else it does between rollouts), bubbles (while other workers decode).
+A row's seconds are those from the start to the last step on the trainer's clock: rollouts, updates, and the CPU time of
+whatever the trainer does beside the update between rollouts and until the requests of a rollout are out. `over_barrier`
+compares them with no drafts, FIFO and a barrier, `over_colocated` with the same on colocated devices;
+`over_one_step_off` with no drafts, FIFO and a rollout that runs while the policy of the one before is trained, at whose
+end all workers wait for the last answer: the pipeline of veRL's one-step-off recipe, which is the baseline of the
+RhymeRL paper. `to_held_out` compares the times at which problems that are not trained on had nine tenths of what the
+barrier's row gains on them: the policy after each epoch, at `epochs_s`, answers `--judged` of them, whose rewards from
+the start on are `held_out`, `held_out_error` being the standard error of one at most. Between epochs they lie on a
+line, and the lines that never fall are compared. `to_reward` compares the times at which the reward of an epoch's
+answers first was what the barrier's row had then. `bound` is what the row would reach with full workers, whose passes
+verify no node in vain, and no CPU time beside the passes: the sum of this work, beside the updates or with them.
+`length_correlation` is that of a prompt's mean length with the one in the epoch before. `lost` says where the workers'
+time goes, in parts of it: nodes (that drafts add to passes and that are rejected), padding (nodes that nothing can
+reach), draft (CPU), beside (the other CPU time), weights; and without work: update (while the trainer updates), trainer
+(while it does whatever else it does between rollouts), bubbles (while other workers decode).
 
     python -m benchmarks.emulation.headline [--quick] [--rows NAME ...] [--plot FILE] [key=value ...]
 """

@@ -1,7 +1,8 @@
 """The main rows of headline.py at other settings, which have baselines of their own; the columns are those of headline.py.
 
-They are three seeds, an update of 30 % of the first row's step, a model of 32B on four GPUs, a faster GPU, twice as many requests, and a policy that
-checks its answers once more as often as chance has it, so that a prompt tells less of their lengths (policies/doubtful_sum).
+They are three seeds, an update of 30 % of the first row's step, a model of 32B on four GPUs, a faster GPU, twice as
+many requests, and a policy that checks its answers once more as often as chance has it, so that a prompt tells less of
+their lengths (policies/doubtful_sum).
 
     python -m benchmarks.emulation.headline_settings [--only NAME ...] [key=value ...]
 """

@@ -1,12 +1,14 @@
 """What sampling during the update brings to training steps: Ray actors on emulated accelerators, in real time.
 
-Four actors (`--workers`) answer with engines whose passes take the time that `--emulate` says for each, times `--scale`, so that four of them and
-a trainer fit on two cores; a part of the time in which a model would compute is waited out, and what is done beside it takes the time that it takes.
-The update is made to last `--update` of a step of the first row, and as long in all rows. In that row workers idle during the update, as engines
-do that share their devices with it.
+Four actors (`--workers`) answer with engines whose passes take the time that `--emulate` says for each, times
+`--scale`, so that four of them and a trainer fit on two cores; a part of the time in which a model would compute is
+waited out, and what is done beside it takes the time that it takes. The update is made to last `--update` of a step of
+the first row, and as long in all rows. In that row workers idle during the update, as engines do that share their
+devices with it.
 
-A row is a mode of run_ahead: the seconds of a step after `--warm-up` steps, how many times as fast it is as `off`, the share of the workers'
-time in which they idled, and the staleness of the tokens. Without bubbles the bound is 1 / (1 - `--update`). headline.py has drafters and schedulers too.
+A row is a mode of run_ahead: the seconds of a step after `--warm-up` steps, how many times as fast it is as `off`, the
+share of the workers' time in which they idled, and the staleness of the tokens. Without bubbles the bound is 1 / (1 -
+`--update`). headline.py has drafters and schedulers too.
 
     python -m benchmarks.emulation.overlap [--steps 20] [--plot timeline.png] [key=value ...]
 """

@@ -1,8 +1,9 @@
 """Workers on a virtual clock: real passes, real drafts, a real scheduler, and no waiting.
 
-On a worker's clock a pass takes what it costs on the emulated device, and all that is done beside the model takes the CPU time that it took its thread
-here: drafting, layout, draws, history, messages. Loading weights takes what a device of that size needs. Workers keep step with the trainer in ticks of a
-millisecond, so that tokens, drafts and plans are those that the costs lead to, however fast this machine is.
+On a worker's clock a pass takes what it costs on the emulated device, and all that is done beside the model takes the
+CPU time that it took its thread here: drafting, layout, draws, history, messages. Loading weights takes what a device
+of that size needs. Workers keep step with the trainer in ticks of a millisecond, so that tokens, drafts and plans are
+those that the costs lead to, however fast this machine is.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ class VirtualConnection(ThreadConnection):
 class VirtualWorkers(ThreadBackend):
     """Workers whose passes cost what the file `emulate` says; one of our tokens stands for `lengths` of the device's. `widths` are an `EmulatedDevice`'s.
 
-    `update_s` is what the trainer's update takes, `weights_s` the load of weights by a worker, `cpu` what a second of CPU time is. Whoever
-    runs the trainer moves `clock_s`, the trainer's clock, on.
+    `update_s` is what the trainer's update takes, `weights_s` the load of weights by a worker, `cpu` what a second of
+    CPU time is. Whoever runs the trainer moves `clock_s`, the trainer's clock, on.
     """
 
     ticks_per_exchange = 20

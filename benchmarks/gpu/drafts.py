@@ -1,7 +1,8 @@
 """Tokens a second of the embedded engine without drafts and with drafts from two epochs of answers to the same prompts.
 
-Both modes answer the same requests after a round that is not counted. `equal_answers` is the share of answers that are those without drafts, token for
-token: all of them in float64, and fewer in bfloat16, where passes of other shapes are rounded in other ways.
+Both modes answer the same requests after a round that is not counted. `equal_answers` is the share of answers that are
+those without drafts, token for token: all of them in float64, and fewer in bfloat16, where passes of other shapes are
+rounded in other ways.
 
     python -m benchmarks.gpu.drafts --running 8 32 128
 """

@@ -1,8 +1,9 @@
 """The time of a draw with its log-probs on a CUDA device: the Triton kernels against the same in torch.
 
-For each number of rows and size of the vocabulary, with and without truncation (top-k 50, top-p 0.9, min-p 0.01), on float32 logits of
-standard deviation 4. Times are of the device, from events around `--calls` calls in a row; the host's, for as many launches, are apart.
-Spreads are over the repeats. Without a CUDA device nothing is measured, and it says so.
+For each number of rows and size of the vocabulary, with and without truncation (top-k 50, top-p 0.9, min-p 0.01), on
+float32 logits of standard deviation 4. Times are of the device, from events around `--calls` calls in a row; the
+host's, for as many launches, are apart. Spreads are over the repeats. Without a CUDA device nothing is measured, and it
+says so.
 
     python -m benchmarks.gpu.draw_kernel [--rows 8 64 4096] [--vocabularies 32000 151936]
 """

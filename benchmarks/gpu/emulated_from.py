@@ -1,7 +1,7 @@
 """A file for an `EmulatedBackend` from measured passes of a card: the rows of `passes.py` that `make gpu` has written.
 
-What a pass costs is its replayed graph, and `--overhead-ms` for what an engine does beside it. What a key costs is derived: its bytes over the
-rate of a copy on the card, which the row of `machine.py` has. `source` says all of it.
+What a pass costs is its replayed graph, and `--overhead-ms` for what an engine does beside it. What a key costs is
+derived: its bytes over the rate of a copy on the card, which the row of `machine.py` has. `source` says all of it.
 
     python -m benchmarks.emulation.emulated_from benchmarks/results/gpu_h100.jsonl --size 7B > benchmarks/emulated/h100_7b.json
 """

@@ -1,8 +1,9 @@
 """A pass of the embedded engine by running requests and draft nodes: milliseconds, kernels launched, and waits for the device.
 
-The milliseconds are medians of whole steps, with scheduling, drafting and drawing. Drafts are paths that nothing stands for, so that few nodes
-are accepted and every pass verifies as many. Launches, copies and waits are those of one further pass, counted by the profiler on a GPU only;
-a wait is a synchronisation of a stream or an event, which `.cpu()` and boolean indices make too.
+The milliseconds are medians of whole steps, with scheduling, drafting and drawing. Drafts are paths that nothing stands
+for, so that few nodes are accepted and every pass verifies as many. Launches, copies and waits are those of one further
+pass, counted by the profiler on a GPU only; a wait is a synchronisation of a stream or an event, which `.cpu()` and
+boolean indices make too.
 
     python -m benchmarks.gpu.engine --running 1 8 32 128 --nodes 0 4 16
 """

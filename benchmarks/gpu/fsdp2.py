@@ -1,7 +1,7 @@
 """A training run with `trainer.strategy=fsdp2` on one GPU: the quickstart, three steps. It shows that sharding runs there, and no speed.
 
-One rank holds all shards, over NCCL on a GPU and gloo on a CPU; the embedded engine answers with a whole copy of the weights. Further
-settings follow the options.
+One rank holds all shards, over NCCL on a GPU and gloo on a CPU; the embedded engine answers with a whole copy of the
+weights. Further settings follow the options.
 
     python -m benchmarks.gpu.fsdp2 -- trainer.max_steps=5
 """

@@ -1,9 +1,10 @@
 """All that is to be known of a GPU, in parts of at most nine minutes each: `make gpu`.
 
-Each part is a command of its own, and what it finds is written as soon as it is there, to `<out>/gpu_<hardware>.jsonl`. A part whose packages
-are missing is left out, and the others run. Stopped or killed, the command goes on with the parts that are left, and with the rows that are
-left of one; what was taken of the same code on the same card, on whatever day, is not taken again. `--lease MINUTES` is for a GPU that is
-there for so long. docs/gpu.md says what each line means.
+Each part is a command of its own, and what it finds is written as soon as it is there, to `<out>/gpu_<hardware>.jsonl`.
+A part whose packages are missing is left out, and the others run. Stopped or killed, the command goes on with the parts
+that are left, and with the rows that are left of one; what was taken of the same code on the same card, on whatever
+day, is not taken again. `--lease MINUTES` is for a GPU that is there for so long. docs/gpu.md says what each line
+means.
 
 The status is 0 where all parts are done, 1 where some are not, 2 where none can run.
 

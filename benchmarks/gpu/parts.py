@@ -15,7 +15,8 @@ COSTS_OF = (
     *("backend=sglang", "backend.dtype=bfloat16", "model.path=null", f"+model.init={{{SHAPE}}}"),
     *("+measure.nodes=[15]", "+measure.rounds=1"),  # each number of nodes has an engine of its own
 )
-# SGLang's own choice with drafts is 35 batch sizes up to 128, and our plugin captures graphs of several widths for each.
+# SGLang's own choice with drafts is 35 batch sizes up to 128, and our plugin captures graphs of several widths for
+# each.
 GRAPHS: Mapping[str, str] = {"cuda_graph_bs_decode": "[1,2,4,8,16,32,64,128]"}
 
 # -- what has to be there, by the names of modules ---------------------------------------------------------------------

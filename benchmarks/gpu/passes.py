@@ -1,8 +1,8 @@
 """The time of a model's forward pass by its tokens, replayed from a CUDA graph: no engine's pass is shorter.
 
-The tokens are one sequence without keys from before, and all of them get logits, as in a pass that decodes or verifies. The weights are
-random, in bfloat16. `launched_ms` is the same pass without a graph, as the host launches it. `emulated_from.py` makes a file for
-an `EmulatedBackend` of these rows.
+The tokens are one sequence without keys from before, and all of them get logits, as in a pass that decodes or verifies.
+The weights are random, in bfloat16. `launched_ms` is the same pass without a graph, as the host launches it.
+`emulated_from.py` makes a file for an `EmulatedBackend` of these rows.
 
     python -m benchmarks.gpu.passes --sizes 0.5B 7B
 """

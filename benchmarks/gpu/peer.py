@@ -1,6 +1,7 @@
 """Tokens a second of transformers' own continuous batching (`generate_batch`: paged attention, CUDA graphs), beside `drafts.py`.
 
-The same policy, prompts and lengths as there. The second of two calls counts, for which the graphs of the first are kept.
+The same policy, prompts and lengths as there. The second of two calls counts, for which the graphs of the first are
+kept.
 
     python -m benchmarks.gpu.peer --running 8 32 128
 """

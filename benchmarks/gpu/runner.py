@@ -63,8 +63,8 @@ class Runner:
     ) -> None:
         """Run the parts that are left, as long as they fit into so many minutes.
 
-        Those that have failed before come last, and with them those that are in vain without their rows. `warm_up` is a command that
-        runs beside them, if one of them compiles.
+        Those that have failed before come last, and with them those that are in vain without their rows. `warm_up` is a
+        command that runs beside them, if one of them compiles.
         """
         ends = time.monotonic() + 60 * minutes
         left = [part for part in chosen if part.name in again or not self.is_done(part)]

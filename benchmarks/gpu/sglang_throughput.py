@@ -9,19 +9,22 @@ Each mode is a server with the same policy, and answers the same prompts after t
 - embedded, where asked for: the embedded engine without drafts, in this process;
 - stock, where asked for: SGLang's own server without drafts, beside which none shows what our keyed draws cost.
 
-Without SGLang, `--baseline embedded --modes embedded` has the embedded engine alone. All servers run side by side and take turns, round by round; where memory is short, --in-turns starts one after another. In a round
-`running` requests are kept with the server until all have been sent. The first round of each size is not counted. A row has the
-mode's tokens a second over those of none in the same round, the tokens that a pass emits (accept length) and the share of verified
-draft tokens that it accepts (accept rate), the share of the time in which our drafter worked, and the share of answers that are
-none's, token for token: in float32 there is no result below 0.97. `ngram` draws by SGLang's own rule, so its answers are others; it
-goes on learning in the measured rounds, while history_tree's history stays as it was: `epochs` is what a mode may have seen.
+Without SGLang, `--baseline embedded --modes embedded` has the embedded engine alone. All servers run side by side and
+take turns, round by round; where memory is short, --in-turns starts one after another. In a round `running` requests
+are kept with the server until all have been sent. The first round of each size is not counted. A row has the mode's
+tokens a second over those of none in the same round, the tokens that a pass emits (accept length) and the share of
+verified draft tokens that it accepts (accept rate), the share of the time in which our drafter worked, and the share of
+answers that are none's, token for token: in float32 there is no result below 0.97. `ngram` draws by SGLang's own rule,
+so its answers are others; it goes on learning in the measured rounds, while history_tree's history stays as it was:
+`epochs` is what a mode may have seen.
 
     python -m benchmarks.gpu.sglang_throughput --size 0.5B --dtype bfloat16 --running 1 8 32 128 --minutes 8
     python -m benchmarks.gpu.sglang_throughput --model DIRECTORY --prompts FILE.jsonl --max-tokens 512
 
-The policy is the quickstart's, which has learned running sums, unless another is named. --size is a Qwen2 of that size with random
-weights, whose distributions are peaked, so that epochs repeat; it shows the arithmetic of a size and nothing of what a trained model
-repeats. On a CPU the server runs on the tests' stand-ins for SGLang's kernels (make test-sglang), and times mean nothing.
+The policy is the quickstart's, which has learned running sums, unless another is named. --size is a Qwen2 of that size
+with random weights, whose distributions are peaked, so that epochs repeat; it shows the arithmetic of a size and
+nothing of what a trained model repeats. On a CPU the server runs on the tests' stand-ins for SGLang's kernels (make
+test-sglang), and times mean nothing.
 """
 
 from __future__ import annotations

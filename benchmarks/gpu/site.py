@@ -75,7 +75,8 @@ def environment(
 ) -> dict[str, str]:
     """Return that of the parts: the checkout and what came with the wheels, no network, and output that a kill does not swallow.
 
-    Tests are told of SGLang's further arguments and variables by it. What numba compiles stays in `folder`, next to a card.
+    Tests are told of SGLang's further arguments and variables by it. What numba compiles stays in `folder`, next to a
+    card.
     """
     path = os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     of_machine = {

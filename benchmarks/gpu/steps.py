@@ -1,7 +1,8 @@
 """Time of whole GRPO steps with SGLang, drafts from history against none: four epochs over the same prompts.
 
-The policy has random weights of a size, whose head is sure of few tokens, and hardly changes (learning rate 1e-9), so that epochs repeat as
-in `sglang_throughput.py`. The update is as long as with any weights. One run a drafter, one after another.
+The policy has random weights of a size, whose head is sure of few tokens, and hardly changes (learning rate 1e-9), so
+that epochs repeat as in `sglang_throughput.py`. The update is as long as with any weights. One run a drafter, one after
+another.
 
     python -m benchmarks.gpu.steps --size 0.5B
 """

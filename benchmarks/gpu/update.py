@@ -1,8 +1,8 @@
 """An optimizer step on this GPU: seconds, tokens a second and the peak of its memory, with shared prompts and without.
 
-Groups of eight answers of the policy itself, weights and moments in float32, products in bfloat16 on a GPU. `shares_prefixes` computes a
-prompt once for its group, and once what several answers begin with (`update/shared_prefixes.py` has it on a CPU). Spreads are over the
-steps, of which the first is not counted.
+Groups of eight answers of the policy itself, weights and moments in float32, products in bfloat16 on a GPU.
+`shares_prefixes` computes a prompt once for its group, and once what several answers begin with
+(`update/shared_prefixes.py` has it on a CPU). Spreads are over the steps, of which the first is not counted.
 
     python -m benchmarks.gpu.update --samples 64
 """

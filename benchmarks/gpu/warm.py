@@ -1,6 +1,7 @@
 """Compile what the embedded engine, its drafter and the update need of numba, on the CPU: `gpu.py` does it while the first parts use the GPU.
 
-numba's cache is one processor's, so that it cannot be brought along. A tiny policy in bfloat16 takes the same path on a CPU as on a GPU.
+numba's cache is one processor's, so that it cannot be brought along. A tiny policy in bfloat16 takes the same path on a
+CPU as on a GPU.
 
     python -m benchmarks.gpu.warm
 """

@@ -1,11 +1,11 @@
 """A speed guard: echo step, quickstart step and rollouts of this tree over those of an earlier commit, interleaved, as ratios.
 
-Both trees run through the command line with settings that do not change (docs/configuration.md), in the same environment. Their
-training runs take turns step by step (turns.py), their rollouts one after the other in alternating order, so that drift of
-the machine hits them alike. A ratio is this tree's time over that of the base; below 1 is faster. That of a training run is the median
-of its steps' ratios; the table has the median of all rounds. `verdict` is red where it is above --limit: then the exit code is 1.
-A workload that the base cannot run yet is `not in the base`. Run it on a machine that does nothing else. A commit compared with
-itself shows what the machine lets one see.
+Both trees run through the command line with settings that do not change (docs/configuration.md), in the same
+environment. Their training runs take turns step by step (turns.py), their rollouts one after the other in alternating
+order, so that drift of the machine hits them alike. A ratio is this tree's time over that of the base; below 1 is
+faster. That of a training run is the median of its steps' ratios; the table has the median of all rounds. `verdict` is
+red where it is above --limit: then the exit code is 1. A workload that the base cannot run yet is `not in the base`.
+Run it on a machine that does nothing else. A commit compared with itself shows what the machine lets one see.
 
     make bench-guard BASE=COMMIT
     python -m benchmarks.regression.guard --base COMMIT [--repeats 5] [--only echo quickstart rollout]

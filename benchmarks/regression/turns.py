@@ -1,7 +1,7 @@
 """Two training runs that take turns, a step each, so that what the machine does beside them hits both alike.
 
-The runs hold the ends of a socket pair (TURNS_SOCKET, its number; TURNS_FIRST=1 in the run that begins). A byte is the turn. A run that
-has ended, or never began, leaves the other one alone.
+The runs hold the ends of a socket pair (TURNS_SOCKET, its number; TURNS_FIRST=1 in the run that begins). A byte is the
+turn. A run that has ended, or never began, leaves the other one alone.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class EarlyStep:
 class EarlyStopSimulation:
     """All workers begin a step together, when the one before is over; training takes no time.
 
-    `works` have the prompts in data order, each with all answers that a rule may ask for. What an unfinished request has is
-    computed again, in one pass, where it goes on. The scheduler is asked to rebalance after each time `every`.
+    `works` have the prompts in data order, each with all answers that a rule may ask for. What an unfinished request
+    has is computed again, in one pass, where it goes on. The scheduler is asked to rebalance after each time `every`.
     """
 
     def __init__(

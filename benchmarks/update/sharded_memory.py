@@ -1,8 +1,9 @@
 """Memory of a rank under `trainer.strategy=fsdp2`, in MB of the CPU's allocator, by the number of ranks.
 
-A wide Llama of random weights takes two optimizer steps (GRPO) on a few samples, by ranks on gloo. `state_mb` is what a rank holds for good:
-its part of the weights, of the gradient and of both moments. `peak_mb` is the most that is allocated in the second step, which has the gathered layers, their
-gradients and the activations besides. The largest rank counts. `said_state_mb` and `said_peak_mb` are what `rhymerl plan` says of these, the latter without its reserve.
+A wide Llama of random weights takes two optimizer steps (GRPO) on a few samples, by ranks on gloo. `state_mb` is what a
+rank holds for good: its part of the weights, of the gradient and of both moments. `peak_mb` is the most that is
+allocated in the second step, which has the gathered layers, their gradients and the activations besides. The largest
+rank counts. `said_state_mb` and `said_peak_mb` are what `rhymerl plan` says of these, the latter without its reserve.
 The first row is one process without sharding. A figure is exact, so there are no repeats.
 
     python -m benchmarks.update.sharded_memory

@@ -1,10 +1,11 @@
 """An update that computes the prompt of a group and what its answers begin with once, against one that computes each answer by itself.
 
-A Llama of SmolLM2-135M's shape with random weights takes optimizer steps (GRPO, AdamW), with and without sharing in turn
-(update.share_prefixes). Prompts and answers are random, so that answers have only their prompt in common, or recorded (benchmarks/traces/): the first and the
-last epoch of a real SmolLM2 that learns to add. `time` is shared over separate rows, step by step; `tokens` is the same ratio of the tokens that the
-layers compute, below which the head and AdamW keep the time from falling. `peak_mb` is the most that a step allocates beyond weights and moments, gradients among it.
-Lengths of random answers are spread evenly over their range.
+A Llama of SmolLM2-135M's shape with random weights takes optimizer steps (GRPO, AdamW), with and without sharing in
+turn (update.share_prefixes). Prompts and answers are random, so that answers have only their prompt in common, or
+recorded (benchmarks/traces/): the first and the last epoch of a real SmolLM2 that learns to add. `time` is shared over
+separate rows, step by step; `tokens` is the same ratio of the tokens that the layers compute, below which the head and
+AdamW keep the time from falling. `peak_mb` is the most that a step allocates beyond weights and moments, gradients
+among it. Lengths of random answers are spread evenly over their range.
 
     python -m benchmarks.update.shared_prefixes
 """

@@ -96,8 +96,8 @@ class PolicyOutput:
 class Algorithm(ABC):
     """Its constructor's arguments are its settings.
 
-    Metrics are summed over micro-batches and ranks, so each is a sum over tokens or samples divided by one of the `Totals`; names
-    ending in `/min` and `/max` are combined by minimum and maximum instead.
+    Metrics are summed over micro-batches and ranks, so each is a sum over tokens or samples divided by one of the
+    `Totals`; names ending in `/min` and `/max` are combined by minimum and maximum instead.
     """
 
     @abstractmethod
@@ -112,9 +112,10 @@ class Algorithm(ABC):
     def needs(self) -> frozenset[Need]:
         """Return which inputs are read that cost time or memory; most take forward passes over all samples before the first update.
 
-        `proximal` are the `old_logprobs`, `proximal_in_loss` too where only the loss reads them: if a step has only one update, that update's
-        own pass says what they are. `reference` makes the run keep a frozen copy of the policy, `values` a critic; `final_values` is
-        for algorithms that need `values`, whose pass finds both. With `entropy_gradient` the loss has one through `output.entropy`.
+        `proximal` are the `old_logprobs`, `proximal_in_loss` too where only the loss reads them: if a step has only one
+        update, that update's own pass says what they are. `reference` makes the run keep a frozen copy of the policy,
+        `values` a critic; `final_values` is for algorithms that need `values`, whose pass finds both. With
+        `entropy_gradient` the loss has one through `output.entropy`.
         """
         return frozenset()
 

@@ -38,7 +38,8 @@ def off_policy(log_ratio: Tensor, is_bound: Tensor, batch: Batch, totals: Totals
 def sampling(logprobs: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor]:
     """Return how far the trainer's policy is from the one that sampled the tokens.
 
-    The trainer's policy is the one before the step's first update, or the current one where the batch has none of its own.
+    The trainer's policy is the one before the step's first update, or the current one where the batch has none of its
+    own.
     """
     ours = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
     difference = (ours - batch.behaviour_logprobs)[batch.mask]

@@ -1,6 +1,7 @@
 """The parts that the algorithms share: ratio and surrogate, correction of the behaviour policy, reference, entropy, means."""
 
-# Annotations are objects here, not strings: constructors in other modules inherit them, and they are the config's schema.
+# Annotations are objects here, not strings: constructors in other modules inherit them, and they are the config's
+# schema.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -191,9 +192,9 @@ class PolicyGradient(Algorithm):
     def token_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
         """Return the loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
 
-        `ratio` is the current policy over that before the update, [B, T], or [B, 1] where `ratio_level` is of whole answers;
-        `advantages` [B, T]; `logprobs` [B, T] of the current policy. `ratio` and `logprobs` carry the gradient. What is returned
-        outside the mask does not count.
+        `ratio` is the current policy over that before the update, [B, T], or [B, 1] where `ratio_level` is of whole
+        answers; `advantages` [B, T]; `logprobs` [B, T] of the current policy. `ratio` and `logprobs` carry the
+        gradient. What is returned outside the mask does not count.
         """
         if self.surrogate == "cispo":
             return cispo_surrogate(ratio, advantages, logprobs, clip_low=self.clip_low, clip_high=self.clip_high)
@@ -210,8 +211,8 @@ class PolicyGradient(Algorithm):
     def _correction(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weights of the tokens' losses, and where a bound was met; [B, T] or [B, 1].
 
-        Proximal over behaviour policy, beside a ratio of the current over the proximal one: the decoupled objective, arXiv
-        2110.00641, equation 5; AReaL, arXiv 2505.24298, section 5.2.
+        Proximal over behaviour policy, beside a ratio of the current over the proximal one: the decoupled objective,
+        arXiv 2110.00641, equation 5; AReaL, arXiv 2505.24298, section 5.2.
         """
         log_weight = _difference(batch.old_logprobs, batch.behaviour_logprobs, batch.mask)
         weight = importance_weight(log_weight, level=self.correction_level)
@@ -224,8 +225,9 @@ class PolicyGradient(Algorithm):
     def _shares(self, batch: Batch, totals: Totals) -> Tensor | float:
         """Return the share of each token in the mean, [B, 1] or one number.
 
-        The mean is over all tokens as in DAPO, arXiv 2503.14476, equation 8. In GRPO, arXiv 2402.03300, equation 3, it is over each
-        answer's tokens and then over answers. In Dr.GRPO, arXiv 2503.20783, it is over the tokens that each answer could have had.
+        The mean is over all tokens as in DAPO, arXiv 2503.14476, equation 8. In GRPO, arXiv 2402.03300, equation 3, it
+        is over each answer's tokens and then over answers. In Dr.GRPO, arXiv 2503.20783, it is over the tokens that
+        each answer could have had.
         """
         if self.loss_mean == "token":
             return 1 / totals.num_tokens

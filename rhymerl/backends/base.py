@@ -59,8 +59,8 @@ class Backend(ABC):
     ) -> None:
         """Bring up the engine; called once on every rank, before any request.
 
-        `budget` None is the backend's own default; `autocast` is the update's own context for forward passes. Raises ConfigError
-        for a policy that cannot be run.
+        `budget` None is the backend's own default; `autocast` is the update's own context for forward passes. Raises
+        ConfigError for a policy that cannot be run.
         """
 
     def words(self) -> str | None:
@@ -102,8 +102,8 @@ class RolloutBackend(Backend):
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         """Completions as they finish: at least one, unless nothing is left or `timeout_s` has passed.
 
-        With `max_passes` it returns after exactly so many passes, whatever has finished, or earlier when nothing is left or the
-        time is over. An engine whose `counts_passes` is false raises ValueError for it.
+        With `max_passes` it returns after exactly so many passes, whatever has finished, or earlier when nothing is
+        left or the time is over. An engine whose `counts_passes` is false raises ValueError for it.
         """
 
     @abstractmethod
@@ -140,6 +140,7 @@ class RolloutBackend(Backend):
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics since the last call by name, and reset them.
 
-        Over ranks an int is a count, which is summed, a `Ratio` that of the sums; of other floats they log the mean, by time.
+        Over ranks an int is a count, which is summed, a `Ratio` that of the sums; of other floats they log the mean, by
+        time.
         """
         return {}

@@ -31,7 +31,8 @@ _STRIDE = 4  # tokens that an answer grows by from one proposal to the next
 class DrafterBench:
     """Near-copies: answers that differ from one base in a share of their tokens, and queries that do so too.
 
-    `batch` running answers to the same number of prompts / `siblings` grow side by side; each has `answers` earlier ones.
+    `batch` running answers to the same number of prompts / `siblings` grow side by side; each has `answers` earlier
+    ones.
     """
 
     def __init__(self, config: DictConfig) -> None:

@@ -75,10 +75,10 @@ def pass_seconds(short: Sequence[Flown], long: Sequence[Flown]) -> float:
 class SGLangCosts:
     """Starts an engine for each of `nodes`, one after another, and keeps each of the numbers of requests in `rows` running in it.
 
-    Their answers, of `passes` and of twice as many tokens, end at no stop token. The tokens drafted for them stand for nothing
-    and are hardly ever accepted, but fill the tree of every request and pass. As with the embedded engine, all that lies
-    between two passes is in the cost of one, drafting too: PathDrafter's own, a few microseconds a request, and not what a
-    drafter with a history takes. Raises BackendError for figures that mean nothing.
+    Their answers, of `passes` and of twice as many tokens, end at no stop token. The tokens drafted for them stand for
+    nothing and are hardly ever accepted, but fill the tree of every request and pass. As with the embedded engine, all
+    that lies between two passes is in the cost of one, drafting too: PathDrafter's own, a few microseconds a request,
+    and not what a drafter with a history takes. Raises BackendError for figures that mean nothing.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ _SOURCE_REMEMBERED = 2000.0  # expected ones of a source; when it has more, half
 class Acceptance:
     """Calibrates drafts: bins of match length x share below the parent, against what was accepted when the parent was.
 
-    A node's share is its score over its parent's. Drafters without scores are calibrated by depth. Nodes of a source, and of history those of an age, are multiplied by
-    what was accepted of them over what their bins had said.
+    A node's share is its score over its parent's. Drafters without scores are calibrated by depth. Nodes of a source,
+    and of history those of an age, are multiplied by what was accepted of them over what their bins had said.
     """
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class AIMDBudget(Budget):
     """A request starts with `start` nodes, gains `increase` when all of a draft is accepted, and falls back after any rejection.
 
-    It never has more than `nodes`. Passes over more than `max_batch_size` running requests have no drafts: where that pays depends on model and device,
-    and the paper profiles it. None sets no such gate.
+    It never has more than `nodes`. Passes over more than `max_batch_size` running requests have no drafts: where that
+    pays depends on model and device, and the paper profiles it. None sets no such gate.
     """
 
     nodes: int = at_least(1, 32)

@@ -57,16 +57,16 @@ class Budget(ABC):
     def uniform(self, widths: Sequence[int]) -> Budget | None:
         """Return this budget for an engine that computes as many nodes of each request in a pass, one of `widths`, which rise.
 
-        It has at most the last of them, and `widths` of its own: those that passes may then have. None: it cannot be kept so.
-        It is not inherited, since a subclass may have overridden anything.
+        It has at most the last of them, and `widths` of its own: those that passes may then have. None: it cannot be
+        kept so. It is not inherited, since a subclass may have overridden anything.
         """
         return None
 
     def skips(self, num_requests: int) -> int:
         """Return for how many passes, the one that begins included, the drafter is left alone.
 
-        That holds as long as none enters and more than half of the `num_requests` are running. Nothing is asked meanwhile, and
-        `learn` hears nothing of these passes: so passes without drafts cost next to nothing.
+        That holds as long as none enters and more than half of the `num_requests` are running. Nothing is asked
+        meanwhile, and `learn` hears nothing of these passes: so passes without drafts cost next to nothing.
         """
         return 0
 

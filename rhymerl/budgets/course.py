@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-# plain: the drafter is left alone. trial: so too, to see what that costs. probe: it is asked for some requests, to see whether
-# drafts would pay. draft: for all, because they do.
+# plain: the drafter is left alone. trial: so too, to see what that costs. probe: it is asked for some requests, to see
+# whether drafts would pay. draft: for all, because they do.
 Kind = Literal["plain", "trial", "probe", "draft"]
 
 PROBED = 8  # requests that a probe asks for

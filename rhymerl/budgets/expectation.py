@@ -36,8 +36,8 @@ class PassTotals:
     # The requests of each pass with drafts, and their accepted nodes [R].
     saved: list[tuple[Sequence[RolloutRequest], IndexArray]] = field(default_factory=list)
     spans: dict[str, _Span] = field(default_factory=dict)  # by request id, as they entered
-    # By the size of the batch: passes, the sum of their rows, and of those that asked how many there were, and as how many without
-    # drafts they took and made.
+    # By the size of the batch: passes, the sum of their rows, and of those that asked how many there were, and as how
+    # many without drafts they took and made.
     sizes: dict[int, FloatArray] = field(default_factory=dict)
 
     def next(self) -> PassTotals:
@@ -69,7 +69,8 @@ class PassTotals:
     def regret(self, cost: PassCost, gain: Callable[[int], float]) -> Ratio:
         """Return the share of the time that the best choice for each size of batch would have spared: drafts in all passes, or in none.
 
-        What drafts bring is what they brought in this time, and where there were none, `gain` of a batch of so many requests.
+        What drafts bring is what they brought in this time, and where there were none, `gain` of a batch of so many
+        requests.
         """
         lost = whole = 0.0
         for passes, rows, asked, taken, made in self.sizes.values():
@@ -90,8 +91,8 @@ class PassTotals:
     def speedup(self, cost: PassCost) -> Ratio:
         """Return the time without drafts over the time with them, by the cost of passes.
 
-        Without drafts each request takes a pass more for each accepted node, so that it ends later. What runs beside it then follows
-        from all of them, as in an engine that lets requests in when there is room.
+        Without drafts each request takes a pass more for each accepted node, so that it ends later. What runs beside it
+        then follows from all of them, as in an engine that lets requests in when there is room.
         """
         for requests, accepted in self.saved:
             for request, saved in zip(requests, accepted.tolist(), strict=True):

@@ -41,8 +41,8 @@ _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 _NO_NODES = np.zeros(1)
 
-# Where costs are learned the first probe is not counted for what it took: much of it went into code and data that had not been
-# used for long. The two after it are alike in that, and so can be compared.
+# Where costs are learned the first probe is not counted for what it took: much of it went into code and data that had
+# not been used for long. The two after it are alike in that, and so can be compared.
 _ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), False: ("probe",)}
 
 
@@ -50,12 +50,14 @@ _ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), 
 class GoodputBudget(Budget):
     """Chooses the set S of draft nodes that maximises (B + sum of P(v) over S) / cost(B, |S|), of B running requests.
 
-    P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes sorted
-    by P. Where no request waits, P(v) is weighed by what a token of its request is worth (budgets/token_weights.py). The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a file with them. With
-    `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64. None follows the Trainer. Given costs go with an `ask_cost`,
-    in their unit: what asking the drafter adds to a pass, and what each request does that it is asked for. Where costs are learned, so is that.
-    At most `nodes` a request. While drafts do not pay, a few requests are probed now and then, as often as the probe budget
-    permits (budgets/probe_budget.py), so that drafting never costs more than some percent of the time without it.
+    P(v) is calibrated online (budgets/acceptance.py) and falls along a path, so the best set is a prefix of all nodes
+    sorted by P. Where no request waits, P(v) is weighed by what a token of its request is worth
+    (budgets/token_weights.py). The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a
+    file with them. With `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64.
+    None follows the Trainer. Given costs go with an `ask_cost`, in their unit: what asking the drafter adds to a pass,
+    and what each request does that it is asked for. Where costs are learned, so is that. At most `nodes` a request.
+    While drafts do not pay, a few requests are probed now and then, as often as the probe budget permits
+    (budgets/probe_budget.py), so that drafting never costs more than some percent of the time without it.
     """
 
     nodes: int = at_least(0, 32)
@@ -247,8 +249,8 @@ class GoodputBudget(Budget):
     def _best(self, sizes: IndexArray, expected: FloatArray, asked: int) -> int:
         """Return the index of the choice that makes the most tokens a second, of so many nodes each.
 
-        `expected` are the tokens that each adds, weighed by their worth; the first choice is a pass without nodes. After a probe it counts as if all requests
-        had been asked for, and the others had drafts like these.
+        `expected` are the tokens that each adds, weighed by their worth; the first choice is a pass without nodes.
+        After a probe it counts as if all requests had been asked for, and the others had drafts like these.
         """
         rows = max(self._rows, asked)
         share = asked / rows if self._kind == "probe" else 1.0

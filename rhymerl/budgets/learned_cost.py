@@ -38,7 +38,8 @@ _TYPICAL[1 : _NUM_SEGMENTS + 1] = 0.25
 _SMOOTH = (
     0.5  # passes that it counts for that a segment's slope is its neighbour's: what has not been seen is like what has
 )
-# Probes alone cannot tell what asking costs in a pass from what it costs for a request; then a pass costs as much as so many of these.
+# Probes alone cannot tell what asking costs in a pass from what it costs for a request; then a pass costs as much as so
+# many of these.
 _REQUESTS_A_PASS = 24
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
@@ -51,11 +52,11 @@ _LEAST_S = 1e-9
 class LearnedCost(PassCost):
     """Learned by least squares of relative errors that forgets: seconds / pace = curve(tokens) + a rows + b nodes + c asked + [asked > 0] d + e seen.
 
-    The curve is of all tokens of the pass, prompts included, straight between powers of two and never falling. `seen` are the
-    keys that rows and nodes attend to, summed. The pace is what passes took lately, whichever they were, over what they were expected to
-    take: a machine that slows down does so for passes with drafts and without, also for those that it has not had since. Before the first pass nodes are
-    held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran, or another program) weighs little, as
-    long as that is rare.
+    The curve is of all tokens of the pass, prompts included, straight between powers of two and never falling. `seen`
+    are the keys that rows and nodes attend to, summed. The pace is what passes took lately, whichever they were, over
+    what they were expected to take: a machine that slows down does so for passes with drafts and without, also for
+    those that it has not had since. Before the first pass nodes are held to be cheap, so that they are tried. What
+    takes far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
     """
 
     def __init__(self) -> None:
@@ -64,8 +65,8 @@ class LearnedCost(PassCost):
         self._pace = 1.0
         self._seen_per_token = 0.0  # lately
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
-        # One for passes for which the drafter was left alone, and one for the others. Each forgets by its own passes: while one kind
-        # is all there is, what is known of the other must not fade, because the two are compared.
+        # One for passes for which the drafter was left alone, and one for the others. Each forgets by its own passes:
+        # while one kind is all there is, what is known of the other must not fade, because the two are compared.
         self._products = np.zeros((2, _NUM_FEATURES, _NUM_FEATURES))
         self._sums = np.zeros((2, _NUM_FEATURES))
         self.num_passes = 0

@@ -68,8 +68,8 @@ class Outlook:
     ) -> Choice:
         """Return the best choice for a pass over `rows` requests, of which tokens are worth `weights` [rows] (None: the same).
 
-        `computed` says how many nodes a pass computes, by the requests that have some and the nodes of each. Who is asked for need not have
-        any, so where asking costs nothing all are.
+        `computed` says how many nodes a pass computes, by the requests that have some and the nodes of each. Who is
+        asked for need not have any, so where asking costs nothing all are.
         """
         tokens = self._of(rows)
         if tokens is None:

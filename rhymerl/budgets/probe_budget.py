@@ -17,8 +17,9 @@ _CHEAPEST = 0.05
 class ProbeBudget:
     """Passes without drafts that may be lost: a `balance` to which each pass adds a share, and what drafts have `saved`.
 
-    A probe is a pass in which the drafter is asked although it has not paid lately; `price` is what one has cost of late.
-    Probes are paid from the balance, to which some of the savings go with each pass. Drafts that lose spend the savings first.
+    A probe is a pass in which the drafter is asked although it has not paid lately; `price` is what one has cost of
+    late. Probes are paid from the balance, to which some of the savings go with each pass. Drafts that lose spend the
+    savings first.
     """
 
     balance: float = 1.0

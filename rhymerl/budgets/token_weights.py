@@ -23,11 +23,11 @@ _FEWER = 0.5  # of the rows: how the time of a pass changes as requests end is s
 class TokenWeights:
     """Weighs tokens by the time that they save.
 
-    A pass over B requests takes a time c(B), of which a part goes by its requests and a part does not. A token that a draft adds ends its
-    request one pass earlier. That saves the request's own part of a pass; the other part is saved only if the request is the last one to
-    end. So of B tokens worth c(B) together, that of request i is worth c(B) - c(B - 1), and P(i ends last) of the rest. The
-    probabilities follow from the lengths that the prompts' earlier answers had, and from how far such predictions were off. Nobody
-    waits for the last one of a later step yet.
+    A pass over B requests takes a time c(B), of which a part goes by its requests and a part does not. A token that a
+    draft adds ends its request one pass earlier. That saves the request's own part of a pass; the other part is saved
+    only if the request is the last one to end. So of B tokens worth c(B) together, that of request i is worth c(B) -
+    c(B - 1), and P(i ends last) of the rest. The probabilities follow from the lengths that the prompts' earlier
+    answers had, and from how far such predictions were off. Nobody waits for the last one of a later step yet.
     """
 
     def __init__(self) -> None:

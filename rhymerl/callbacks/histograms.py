@@ -22,8 +22,9 @@ _END = np.array([NOT_DRAFTED], np.int8)  # an answer may end with accepted token
 class AcceptanceHistograms(L.Callback):
     """Adds two histograms in each step that is logged and had drafts: of a pass and of an answer.
 
-    `spec/accepted_in_a_row` has the draft tokens that were accepted between two that the policy sampled itself, for backends
-    that tell where tokens came from; `spec/accept_rate_of_answer` has the share of each answer's draft tokens that were accepted.
+    `spec/accepted_in_a_row` has the draft tokens that were accepted between two that the policy sampled itself, for
+    backends that tell where tokens came from; `spec/accept_rate_of_answer` has the share of each answer's draft tokens
+    that were accepted.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

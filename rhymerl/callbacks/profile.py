@@ -17,7 +17,8 @@ from rhymerl.report.steps import StepFile
 class RecordPasses(L.Callback):
     """Writes a line a step to `path`, with the passes and rewards of all ranks, and when episodes waited for environments.
 
-    Its place in the file travels in the checkpoint. Engines in processes of their own do not tell of passes. Runs on every rank. Needs a RhymeModule.
+    Its place in the file travels in the checkpoint. Engines in processes of their own do not tell of passes. Runs on
+    every rank. Needs a RhymeModule.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = True) -> None:

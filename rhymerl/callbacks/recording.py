@@ -15,8 +15,8 @@ class RecordRollouts(L.Callback):
     """Writes every answer of every step to `path`; its place in the file travels in the checkpoint.
 
     A resumed run cuts off what the checkpoint does not know of and so leaves the very bytes of an uninterrupted one.
-    Without `continues` the run goes on in another directory than its checkpoint's, where the file begins with its first step.
-    Needs a module with `last_rollout`, and a PromptDataModule.
+    Without `continues` the run goes on in another directory than its checkpoint's, where the file begins with its first
+    step. Needs a module with `last_rollout`, and a PromptDataModule.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = True) -> None:

@@ -27,9 +27,9 @@ _CONTEXT = 8  # tokens
 class RecordSteps(L.Callback):
     """Writes metrics, warnings, times of workers, an index of all answers and the texts of some of them to `path`, as report/steps.py has it.
 
-    The texts are those of the same prompts in each epoch: as many prompts as give at most `MAX_TEXTS` answers over the run. The place in the file travels in the
-    checkpoint, so a resumed run goes on where it was; without `continues` the file begins with its first step. Needs a RhymeModule
-    and a PromptDataModule.
+    The texts are those of the same prompts in each epoch: as many prompts as give at most `MAX_TEXTS` answers over the
+    run. The place in the file travels in the checkpoint, so a resumed run goes on where it was; without `continues` the
+    file begins with its first step. Needs a RhymeModule and a PromptDataModule.
     """
 
     def __init__(self, path: str | Path, *, warnings: EarlyWarnings | None = None, continues: bool = True) -> None:
@@ -121,7 +121,8 @@ def _characters(token_ids: IntArray, places: Iterable[int], decode: Callable[[In
     found = {0: 0}
     begin = 0
     for end in sorted(places):
-        # With what stands before: a character may be made of tokens of two parts, and a word begins with a space behind others.
+        # With what stands before: a character may be made of tokens of two parts, and a word begins with a space behind
+        # others.
         start = max(0, begin - _CONTEXT)
         texts = [decode(token_ids[start:to]) for to in (begin, end)]
         found[end] = found[begin] + len(texts[1]) - len(texts[0])

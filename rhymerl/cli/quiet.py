@@ -16,7 +16,8 @@ _VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
 }
-# Lightning sets the level of its outer loggers when it is imported; these, from which the chatter comes, it leaves alone.
+# Lightning sets the level of its outer loggers when it is imported; these, from which the chatter comes, it leaves
+# alone.
 _LOGGERS = (
     "lightning.fabric.utilities.rank_zero",
     "lightning.fabric.utilities.seed",

@@ -3,9 +3,10 @@
     compose(name_or_path, overrides) -> settings -> instantiate(settings.module) -> objects
     describe(object) -> plain containers that `instantiate` takes
 
-A component is a class whose constructor is its schema: typed arguments, defaults that run, no `**kwargs`, each kept
-as an attribute of the same name. It does not know where it stands in a config: its ValueError begins with the name of an
-argument, and becomes a ConfigError that begins with the setting's path here. What needs OmegaConf is imported when first used.
+A component is a class whose constructor is its schema: typed arguments, defaults that run, no `**kwargs`, each kept as
+an attribute of the same name. It does not know where it stands in a config: its ValueError begins with the name of an
+argument, and becomes a ConfigError that begins with the setting's path here. What needs OmegaConf is imported when
+first used.
 """
 
 from typing import TYPE_CHECKING

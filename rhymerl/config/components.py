@@ -92,7 +92,8 @@ def construct(
 ) -> T:
     """`target(**arguments)`, for settings that stand at `key` ("" is the top of a config), or where `places` says.
 
-    A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names the setting.
+    A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names
+    the setting.
     """
     _refuse_abstract(target, key)
     try:

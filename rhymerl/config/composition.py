@@ -48,10 +48,10 @@ def compose(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConf
     """Return the settings of a packaged config or of the user's own .yaml file, overridden, complete and checked.
 
     `overrides` are `key=value` in Hydra's grammar. A group (`drafter=ngram`) takes a packaged option, one beside the
-    user's file, or a dotted class path, and replaces the whole node; what it then contains can be overridden in the same
-    call, in any order. Every argument of every class is filled in. `${key}` stays as it is and follows overrides; other
-    interpolations (`${now:%H}`, `${asset:NAME}`, `${config_name:}`) are replaced by their values, but for text out of the
-    environment (`${oc.env:NAME}`), which may be a key.
+    user's file, or a dotted class path, and replaces the whole node; what it then contains can be overridden in the
+    same call, in any order. Every argument of every class is filled in. `${key}` stays as it is and follows overrides;
+    other interpolations (`${now:%H}`, `${asset:NAME}`, `${config_name:}`) are replaced by their values, but for text
+    out of the environment (`${oc.env:NAME}`), which may be a key.
 
     Raises ConfigError naming the setting, its value and what is allowed.
     """

@@ -159,8 +159,9 @@ class Layer:
 def layers(chain: Sequence[ConfigFile], folders: Sequence[Path], chosen: Mapping[str, str | None]) -> list[Layer]:
     """Return what the settings are made of, each layer to be merged into those before it; `chosen` is the command line's choice.
 
-    The node of a group is what the last file that chooses it says, tuned by that file's body and the later ones, so nothing is
-    left over that was meant for another class. A choice on the command line is not tuned at all. Raises ConfigError.
+    The node of a group is what the last file that chooses it says, tuned by that file's body and the later ones, so
+    nothing is left over that was meant for another class. A choice on the command line is not tuned at all. Raises
+    ConfigError.
     """
     of_groups: dict[str, list[Layer]] = {}
     for file in chain:

@@ -1,7 +1,8 @@
 """What the interpolations of settings stand for, which OmegaConf evaluates: links, its own resolvers, and those that rhymerl adds.
 
 Those are `${asset:NAME}`, a directory that comes with rhymerl; `${package:NAME/FILE}`, a file of a Python package;
-`${config_name:}`, the name of the config file; and `${now:%H}`. OmegaConf knows them under names that no other program has.
+`${config_name:}`, the name of the config file; and `${now:%H}`. OmegaConf knows them under names that no other program
+has.
 """
 
 from __future__ import annotations

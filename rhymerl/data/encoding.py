@@ -59,11 +59,12 @@ class LengthLimits:
 class PromptEncoder:
     """Turns one row into token ids the way the model will see it.
 
-    Chat messages go through the tokenizer's template with its generation prompt; the template writes every
-    special token itself. A string gets the special tokens that the tokenizer puts in front (such as BOS,
-    unless the string already begins with it) and none behind. With a `system_prompt` a string is the user's message behind it, and messages
-    get it in front unless they begin with one of their own. A template's `strftime_now` tells the time of `started`. Raises ValueError, see `check_template_arguments`, and
-    ConfigError for a system prompt without a template.
+    Chat messages go through the tokenizer's template with its generation prompt; the template writes every special
+    token itself. A string gets the special tokens that the tokenizer puts in front (such as BOS, unless the string
+    already begins with it) and none behind. With a `system_prompt` a string is the user's message behind it, and
+    messages get it in front unless they begin with one of their own. A template's `strftime_now` tells the time of
+    `started`. Raises ValueError, see `check_template_arguments`, and ConfigError for a system prompt without a
+    template.
     """
 
     def __init__(
@@ -151,8 +152,9 @@ class PromptEncoder:
 def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: LengthLimits) -> list[Prompt]:
     """Encode and check every row. A prompt's id is the row's `id`, else a hash of the row.
 
-    A row that repeats an earlier one word for word is kept, as `<id>#2`, `<id>#3` and so on: repeating rows
-    is how data sets weigh them. Different rows with one id are a DataError; so are prompts that are too long, unless `limits` drop them.
+    A row that repeats an earlier one word for word is kept, as `<id>#2`, `<id>#3` and so on: repeating rows is how data
+    sets weigh them. Different rows with one id are a DataError; so are prompts that are too long, unless `limits` drop
+    them.
     """
     long: list[str] = []
     locations: dict[str, str] = {}  # by final id

@@ -19,11 +19,12 @@ from rhymerl.types import Prompt
 class PromptLoader:
     """Deals the prompts of one rollout step after another; sized, and exact about where it stands.
 
-    `cursor` counts the steps that are *consumed*: trained on to the end. Iterating never moves it; the training loop calls
-    `advance()` once a step, when the step's last update is done. So during step s the cursor is s. A checkpoint written in the
-    middle of step s (an exception, Ctrl-C) repeats step s, and one written after it (`on_train_batch_end`, the end of an epoch)
-    goes on with step s + 1. Step s belongs to pass `s // len(loader)`; a pass visits every prompt once, and its last step may be
-    smaller. `iter` goes from the cursor to the end of its pass, so a resumed epoch finishes where it left off.
+    `cursor` counts the steps that are *consumed*: trained on to the end. Iterating never moves it; the training loop
+    calls `advance()` once a step, when the step's last update is done. So during step s the cursor is s. A checkpoint
+    written in the middle of step s (an exception, Ctrl-C) repeats step s, and one written after it
+    (`on_train_batch_end`, the end of an epoch) goes on with step s + 1. Step s belongs to pass `s // len(loader)`; a
+    pass visits every prompt once, and its last step may be smaller. `iter` goes from the cursor to the end of its pass,
+    so a resumed epoch finishes where it left off.
 
     Every rank holds the same loader and sees the same steps. Raises ValueError for `prompts_per_step` < 1
     and DataError when there are no prompts.

@@ -33,11 +33,12 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 def read_rows(source: DataSource, setting: Setting, *, only_first: int | None = None) -> list[LocatedRow]:
     """Read every row of `source` (or the first `only_first`), each with its place for error messages.
 
-    `source` is one of the following, or a list of such files. It is a path to a file (`.parquet`; `.csv` or `.tsv`, whose first line names the columns and whose values are text; else JSON lines; all but
-    parquet plain or `.gz`; a JSON array counts as its items), a directory or hub name that `datasets` reads, or the rows themselves. A directory or hub name may name a config and a split, as in
-    `openai/gsm8k:main:test` or `DIR:test`; without one the split is `validation` for `data.validation` and its sets, else `train`.
-    Raises DataError for what cannot be read, is empty or is not a table of rows, and ConfigError when it
-    needs a package that is not installed.
+    `source` is one of the following, or a list of such files. It is a path to a file (`.parquet`; `.csv` or `.tsv`,
+    whose first line names the columns and whose values are text; else JSON lines; all but parquet plain or `.gz`; a
+    JSON array counts as its items), a directory or hub name that `datasets` reads, or the rows themselves. A directory
+    or hub name may name a config and a split, as in `openai/gsm8k:main:test` or `DIR:test`; without one the split is
+    `validation` for `data.validation` and its sets, else `train`. Raises DataError for what cannot be read, is empty or
+    is not a table of rows, and ConfigError when it needs a package that is not installed.
     """
     rows: list[LocatedRow] = []
     for located in _located(source, setting):

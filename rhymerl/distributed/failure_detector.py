@@ -32,9 +32,10 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_
 class FailureDetector:
     """Opened by all ranks in one collective, with rank 0's `exchange`, which gives every rank what rank 0 gives.
 
-    The others reach rank 0 at `host` (MASTER_ADDR), where it listens on its loopback only if that is there. Opening raises RunError when a rank does not arrive. A failure is
-    final: a process that has called neither `close` nor `fail` within `grace_s` of one, because it hangs in a
-    collective, say, ends with exit code 1 and the failure on stderr. Ending without either call is itself a failure.
+    The others reach rank 0 at `host` (MASTER_ADDR), where it listens on its loopback only if that is there. Opening
+    raises RunError when a rank does not arrive. A failure is final: a process that has called neither `close` nor
+    `fail` within `grace_s` of one, because it hangs in a collective, say, ends with exit code 1 and the failure on
+    stderr. Ending without either call is itself a failure.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ _NONCE_BYTES = 16
 class Group(Ranks):
     """All processes of the default group, which has been initialised.
 
-    What is gathered and broadcast goes over a gloo group of its own; gradients go over the default group, on their device.
-    Values travel signed and as plain data, numpy arrays and these `records`. While they work, and until `close`, SIGTERM ends
-    all ranks. Raises ConfigError or RunError when they have no secret in common.
+    What is gathered and broadcast goes over a gloo group of its own; gradients go over the default group, on their
+    device. Values travel signed and as plain data, numpy arrays and these `records`. While they work, and until
+    `close`, SIGTERM ends all ranks. Raises ConfigError or RunError when they have no secret in common.
     """
 
     def __init__(self, records: Iterable[type] = ()) -> None:

@@ -35,9 +35,9 @@ def as_launcher() -> Iterator[None]:
 def end_with_parent() -> None:
     """Have the kernel kill this process as soon as its parent ends, until there is a failure detector.
 
-    For ranks that rank 0 has started, as Lightning's launcher does. Where rank 0 was not `as_launcher`, that is when its command
-    is the same: a shell, or a program of the user's that starts all ranks, may well end before them. Raises SystemExit when rank 0 is
-    known to have ended.
+    For ranks that rank 0 has started, as Lightning's launcher does. Where rank 0 was not `as_launcher`, that is when
+    its command is the same: a shell, or a program of the user's that starts all ranks, may well end before them. Raises
+    SystemExit when rank 0 is known to have ended.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         return

@@ -4,7 +4,8 @@ Nothing that arrives is executed or imported, and nothing is read before its sig
 
     signature [32] | length of the header [8] | header: JSON | arrays, one after the other
 
-A list of records, of dicts with the same keys or of arrays becomes a column for each field: a step has thousands of them.
+A list of records, of dicts with the same keys or of arrays becomes a column for each field: a step has thousands of
+them.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Drafter(ABC):
     def catch_up(self) -> None:
         """The pass for which drafts were proposed is launched: do now what no draft waits for.
 
-        An engine calls it after each pass that does not run where the drafter does, as SGLang's on a GPU. From others it
-        never comes, so what is left undone has to be done before the next drafts.
+        An engine calls it after each pass that does not run where the drafter does, as SGLang's on a GPU. From others
+        it never comes, so what is left undone has to be done before the next drafts.
         """
 
     def start(self, request: RolloutRequest) -> None:

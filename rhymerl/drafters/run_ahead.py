@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The rate at which tokens are right when all before them were. It is not learned here: budgets calibrate scores, and what they
-# have learned is in checkpoints, so that a resumed run verifies the very nodes that the whole run did.
+# The rate at which tokens are right when all before them were. It is not learned here: budgets calibrate scores, and
+# what they have learned is in checkpoints, so that a resumed run verifies the very nodes that the whole run did.
 _RATE = 0.95
 _AGREE_AGAIN = 3  # tokens after a wrong one
 _AGREEING = 16  # match lengths of those that agree again
@@ -29,9 +29,9 @@ _AGREEING = 16  # match lengths of those that agree again
 class RunAheadDrafter(Drafter):
     """Drafts a request's prefetched tokens (`RolloutRequest.prefetched`): those after its response, as one path, while the response agrees.
 
-    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After a wrong token `inner`
-    drafts for the request, as it does for all requests without such tokens, until a few tokens agree again at the same positions, where
-    the noise is the same; behind the last one it does so for good.
+    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After a
+    wrong token `inner` drafts for the request, as it does for all requests without such tokens, until a few tokens
+    agree again at the same positions, where the noise is the same; behind the last one it does so for good.
     """
 
     def __init__(self, inner: Drafter) -> None:

@@ -28,9 +28,9 @@ def draw_with_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens that `draw_tokens` draws, [n] int64, and their log-probs, [n] in nats, from logits [n, V].
 
-    `counters` [n] int64 are those of the noise plus the response positions. An inverse temperature [n] of 0 is greedy. Log-probs are
-    those of log_softmax(logits * scale) without truncation, float32 within 1e-5, or float64 where the logits are. -inf marks
-    tokens that may not be sampled; where none may, the token is 0 and its log-prob NaN.
+    `counters` [n] int64 are those of the noise plus the response positions. An inverse temperature [n] of 0 is greedy.
+    Log-probs are those of log_softmax(logits * scale) without truncation, float32 within 1e-5, or float64 where the
+    logits are. -inf marks tokens that may not be sampled; where none may, the token is 0 and its log-prob NaN.
     """
     if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
         from rhymerl.engine import triton_draw

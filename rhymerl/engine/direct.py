@@ -1,7 +1,7 @@
 """The forward pass of Llama-like models, layer by layer over the model's own modules.
 
-transformers calls each layer through wrappers, masks and keyword arguments that take longer than the layer itself when the
-model is small. What is computed here is the same; engine/forward.py proves that on the model before this is used.
+transformers calls each layer through wrappers, masks and keyword arguments that take longer than the layer itself when
+the model is small. What is computed here is the same; engine/forward.py proves that on the model before this is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The draw on the CPU: the race of engine/noise.py, compiled, at about a nanosecond a token, and the log-probs of what was sampled.
 
-engine/device_draw.py has it for other devices. A token can only win when w < p / p_best-so-far, and both a bound of that ratio and the leading 32 bits of w
-are cheap, so the logarithms are taken for a handful of tokens a row and the answer is still exact.
+engine/device_draw.py has it for other devices. A token can only win when w < p / p_best-so-far, and both a bound of
+that ratio and the leading 32 bits of w are cheap, so the logarithms are taken for a handful of tokens a row and the
+answer is still exact.
 """
 
 from __future__ import annotations

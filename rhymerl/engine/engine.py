@@ -35,11 +35,11 @@ _HAND_OVER = 8  # passes
 class Engine:
     """Answers requests with continuous batching: a slot frees the moment its request ends, and the next enters.
 
-    `max_running` requests decode side by side; `kv_tokens` bounds the tokens that have keys and values (when it is
-    full the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass.
-    `budget` says how much of what `drafter` proposes is verified. With `check_drafts` a malformed draft raises ValueError;
-    otherwise it is ignored and counted (`complaints`: see DraftingProtocol). `autocast` is entered around every forward.
-    Passes are timed by the clock `now`. `owns_model`: nobody else runs it while the engine has work.
+    `max_running` requests decode side by side; `kv_tokens` bounds the tokens that have keys and values (when it is full
+    the youngest request is preempted and recomputed later); `max_pass_tokens` bounds one forward pass. `budget` says
+    how much of what `drafter` proposes is verified. With `check_drafts` a malformed draft raises ValueError; otherwise
+    it is ignored and counted (`complaints`: see DraftingProtocol). `autocast` is entered around every forward. Passes
+    are timed by the clock `now`. `owns_model`: nobody else runs it while the engine has work.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Engine:
     def _allocate(self) -> None:
         """Feed one token to the model, which knows the store's shapes.
 
-        So a pass is laid out the same way whether or not others came before, and the first one of a resumed run gives the
-        very log-probs that it gave in the whole run.
+        So a pass is laid out the same way whether or not others came before, and the first one of a resumed run gives
+        the very log-probs that it gave in the whole run.
         """
         row = self.rows.enter_prefix(np.zeros(1, np.int32)).row
         nobody = np.empty(0, np.int64)
@@ -127,8 +127,9 @@ class Engine:
     def run(self, deadline: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
         """Step until requests have ended, nothing is left, or its clock (`now`) has passed `deadline`.
 
-        Completions are handed over every few passes, since entering and leaving the engine walks all modules; at once where one may go
-        on behind an environment's reply. With `max_passes` they are handed over after so many and not before.
+        Completions are handed over every few passes, since entering and leaving the engine walks all modules; at once
+        where one may go on behind an environment's reply. With `max_passes` they are handed over after so many and not
+        before.
         """
         finished: list[Completion] = []
         passes = 0

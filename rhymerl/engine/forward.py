@@ -30,7 +30,8 @@ from rhymerl.models.logits import num_tokens
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
 _SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-8}
-# Largest difference of what a layer's attention finds, as a share of the largest number: probabilities and results are rounded to the dtype.
+# Largest difference of what a layer's attention finds, as a share of the largest number: probabilities and results are
+# rounded to the dtype.
 _SHARE_OF_ATTENTION = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 _log = logging.getLogger("rhymerl")
 
@@ -218,8 +219,8 @@ class Forward:
     def _proved_tiles(self, kind: type[DirectForward]) -> Callable[[int], int] | None:
         """Return how tokens are to be laid out in tiles, if attention by them gives in each layer what torch's gives of the same queries.
 
-        None, with a warning, if it does not; also where it is not for this device. By layer, because what layers make of a bfloat16's
-        rounding depends on the model: two right kernels can be a nat apart.
+        None, with a warning, if it does not; also where it is not for this device. By layer, because what layers make
+        of a bfloat16's rounding depends on the model: two right kernels can be a nat apart.
         """
         dtype, name = self._product_dtype(), type(self.model).__name__
         if not takes_tiles(self._inputs.device, dtype):

@@ -59,7 +59,8 @@ def rotate_and_store(
 ) -> None:
     """Turn `query` [N, heads, dim] in place; put turned `key` and `value` [N, kv_heads, dim] into the store's `slots` [N].
 
-    Rotary embedding (arXiv 2104.09864) in halves, as in Llama: `cos` and `sin` [N, dim] repeat themselves after dim / 2.
+    Rotary embedding (arXiv 2104.09864) in halves, as in Llama: `cos` and `sin` [N, dim] repeat themselves after dim /
+    2.
     """
     tokens, num_heads, dim = query.shape
     half = dim // 2

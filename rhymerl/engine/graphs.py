@@ -1,7 +1,8 @@
 """Passes on a GPU as CUDA graphs: one launch in the place of some thousand, each of which takes the host longer than the GPU.
 
-A graph is of a number of tokens and of tiles, to which a pass is padded, and is captured when these numbers come first. What a pass needs
-lies in one buffer at the same places every time. Rows, keys and draft trees are read from there, so that they need no graphs of their own.
+A graph is of a number of tokens and of tiles, to which a pass is padded, and is captured when these numbers come first.
+What a pass needs lies in one buffer at the same places every time. Rows, keys and draft trees are read from there, so
+that they need no graphs of their own.
 """
 
 from __future__ import annotations

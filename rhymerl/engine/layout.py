@@ -77,9 +77,10 @@ def lay_out_pass(
 ) -> PassLayout:
     """Take slots for all fed tokens and describe the pass. The caller has checked that there are enough slots.
 
-    `drafts` hang below the roots of the rows `emits`. Prefix rows come before the rows that read them. With `compiled`, rows of few
-    queries are laid out for engine/paged_attention.py, and only the others go into buckets. With `tile_tokens`, which returns the tokens of a
-    tile for the widest row of a pass, all are laid out for engine/triton_attention.py.
+    `drafts` hang below the roots of the rows `emits`. Prefix rows come before the rows that read them. With `compiled`,
+    rows of few queries are laid out for engine/paged_attention.py, and only the others go into buckets. With
+    `tile_tokens`, which returns the tokens of a tile for the widest row of a pass, all are laid out for
+    engine/triton_attention.py.
     """
     width = chain.copy()
     width[emits] += drafts.counts

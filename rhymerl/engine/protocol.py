@@ -27,8 +27,9 @@ _LOG = logging.getLogger(__name__)
 class DraftingProtocol:
     """The calls of a drafter and a budget, in the order that their base classes promise. R = requests.
 
-    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once: `complaints` has the
-    classes that have been told about, and is shared by the engines of a run. An exception of the drafter or budget becomes a HookError, too.
+    With `checks` a malformed draft raises HookError; otherwise it is left out, counted, and told about once:
+    `complaints` has the classes that have been told about, and is shared by the engines of a run. An exception of the
+    drafter or budget becomes a HookError, too.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class DraftingProtocol:
     ) -> DraftBatch:
         """Ask for at most `limits` [R] nodes each, drop malformed drafts, and keep what the budget takes.
 
-        `room` [R] are the tokens that may still come. The last of them is sampled at a node, so no node stands that deep.
+        `room` [R] are the tokens that may still come. The last of them is sampled at a node, so no node stands that
+        deep.
         """
         with self._in_drafter:
             drafts = self.drafter.propose_batch(requests, contexts, limits.tolist())

@@ -1,9 +1,9 @@
 """Rows: the token sequences that have keys and values in the store, as a struct of arrays.
 
-A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of its group. R
-= rows, C = the longest sequence. A row has `length` tokens: the first `cached` of them have keys and values, and the first `shared`
-of those belong to its prefix. A running row always has at least one token that is not cached: its last one, the root from which the
-next token is sampled.
+A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of
+its group. R = rows, C = the longest sequence. A row has `length` tokens: the first `cached` of them have keys and
+values, and the first `shared` of those belong to its prefix. A running row always has at least one token that is not
+cached: its last one, the root from which the next token is sampled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What drafts are worth: the time that answers took against the time that the same answers would have taken without drafts.
 
-Drafts change no token, so the passes without them are known (budgets/timeline.py). What such a pass takes is learned from
-the run's own passes, of which some are without drafts (`is_due_plain`). What the drafter and the budget take of a pass is
-measured, prompts have a term of their own; the rest follows from the tokens that go through the model, whichever they
-are. So passes with drafts tell what those without them take, and a machine that has become slower has become so for both.
+Drafts change no token, so the passes without them are known (budgets/timeline.py). What such a pass takes is learned
+from the run's own passes, of which some are without drafts (`is_due_plain`). What the drafter and the budget take of a
+pass is measured, prompts have a term of their own; the rest follows from the tokens that go through the model,
+whichever they are. So passes with drafts tell what those without them take, and a machine that has become slower has
+become so for both.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ class SpeedupMeter:
     def _seconds(self, tokens: IndexArray, prompt_tokens: IndexArray, seen: IndexArray) -> FloatArray:
         """Return the time of passes through the model.
 
-        One in which prompts are computed does more than its tokens, so these take the place of the requests that a drafter is asked for.
+        One in which prompts are computed does more than its tokens, so these take the place of the requests that a
+        drafter is asked for.
         """
         return self._cost.seconds(tokens, np.zeros_like(tokens), prompt_tokens, prompt_tokens=prompt_tokens, seen=seen)
 

@@ -16,8 +16,8 @@ from rhymerl.models.proof import more_than_full_attention
 from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
-# Largest difference of log-probs between a packed tree pass and the model's own forward, as a share of how far the log-probs after
-# two paths are apart: a model at its first weights says little, a sharp one a lot.
+# Largest difference of log-probs between a packed tree pass and the model's own forward, as a share of how far the
+# log-probs after two paths are apart: a model at its first weights says little, a sharp one a lot.
 _SHARE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _NEEDED = "a decoder with full attention in every layer is needed (Qwen2, Qwen3, Llama, ...)"
 
@@ -40,8 +40,9 @@ def _cannot_run(model: PreTrainedModel) -> str:
 def prove_engine(model: PreTrainedModel) -> None:
     """Run a small random tree in one packed pass and each of its paths through the model alone, both in float32 at least.
 
-    Raises ConfigError when they differ (some part of this model reads more than the tokens on its own path), and when the model
-    cannot be run in such a pass at all. What float32 does not tell from rounding is computed again in float64.
+    Raises ConfigError when they differ (some part of this model reads more than the tokens on its own path), and when
+    the model cannot be run in such a pass at all. What float32 does not tell from rounding is computed again in
+    float64.
     """
     difference, most = _difference(model, torch.float32)
     if not difference <= most:

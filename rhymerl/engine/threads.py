@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-# Waking other threads for each of a model's products costs more than they bring when all of them take about a millisecond.
-# By work and not by time, so that a run repeats bit for bit.
+# Waking other threads for each of a model's products costs more than they bring when all of them take about a
+# millisecond. By work and not by time, so that a run repeats bit for bit.
 _FEW = 5e7  # multiplications and additions
 
 

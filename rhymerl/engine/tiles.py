@@ -22,7 +22,8 @@ MOST_NODES = 63  # of a row's draft: as many bits as an int64 has beside its sig
 class TileLayout:
     """The N tokens of a pass in T tiles of at most `most` tokens of one row each.
 
-    A tile is five numbers: its first token, how many it has, where its row begins in `kv_slots`, keys up to the root, keys to look at.
+    A tile is five numbers: its first token, how many it has, where its row begins in `kv_slots`, keys up to the root,
+    keys to look at.
     """
 
     tiles: npt.NDArray[np.int32]  # [T, 5]

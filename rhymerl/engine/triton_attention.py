@@ -1,7 +1,7 @@
 """Attention of a pass as a Triton kernel: keys and values are read where they are stored, and nothing is gathered, padded or masked beforehand.
 
-A tile is a few tokens of one row with all query heads of a key head. It walks over the row's slots with a running softmax (Milakov and
-Gimelshein, arXiv 1805.02867). Imported where a device is one that Triton knows.
+A tile is a few tokens of one row with all query heads of a key head. It walks over the row's slots with a running
+softmax (Milakov and Gimelshein, arXiv 1805.02867). Imported where a device is one that Triton knows.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def attend(
 ) -> Tensor:
     """Return softmax(scale * query @ keys) @ values, [N, heads, dim] in the values' dtype; query [N, heads, dim], keys and values [slots, kv_heads, dim].
 
-    The other arrays are those of a `TileLayout`, with `most` tokens a tile; what a token of no tile gets is undefined. Products are of the
-    values' dtype. One launch, which waits for nothing.
+    The other arrays are those of a `TileLayout`, with `most` tokens a tile; what a token of no tile gets is undefined.
+    Products are of the values' dtype. One launch, which waits for nothing.
     """
     num_heads, dim = query.shape[1:]
     kv_heads = keys.shape[1]

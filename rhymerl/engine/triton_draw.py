@@ -1,20 +1,24 @@
 """The draw and its log-probs as Triton kernels, which read each logit once; for a device that Triton knows.
 
-Imported where logits are on such a device only. n = draws, V = vocabulary. A grid of rows times splits of the vocabulary races in
-float32, and a second kernel takes the best of a row's splits, scored in float64.
+Imported where logits are on such a device only. n = draws, V = vocabulary. A grid of rows times splits of the
+vocabulary races in float32, and a second kernel takes the best of a row's splits, scored in float64.
 
-How the token can be the reference's although the race is in float32. S is the score logit / T - log E of a token, s what the race has
-for it. u = 2^-24 is the rounding of a float32, and log2 is taken to be wrong by 2^-21 * max(1, |log2|) at most (CUDA's are better).
+How the token can be the reference's although the race is in float32. S is the score logit / T - log E of a token, s
+what the race has for it. u = 2^-24 is the rounding of a float32, and log2 is taken to be wrong by 2^-21 * max(1,
+|log2|) at most (CUDA's are better).
 
-- w and 1 - w come from all 64 bits, each within 2.5 u of itself. Below w = 1/4 E is w times a polynomial (0.1 u), within 10 u; above
+- w and 1 - w come from all 64 bits, each within 2.5 u of itself. Below w = 1/4 E is w times a polynomial (0.1 u),
+  within 10 u; above
   it is -log(1 - w) >= 0.287, within 2.5 u / 0.287 + 0.7 * 2^-21 / 0.287 + 2 u. Both are below 2^-19 of E.
-- w >= 2^-65 and 1 - w >= 2^-32, hence |log E| <= 45.1 and it is wrong by less than 2^-19 + 45.1 * (2^-21 + 2 u) < 2^-15. Tokens
+- w >= 2^-65 and 1 - w >= 2^-32, hence |log E| <= 45.1 and it is wrong by less than 2^-19 + 45.1 * (2^-21 + 2 u) <
+  2^-15. Tokens
   with 1 - w < 2^-32, one in 2^32, are not raced: there the reference itself has only some bits of 1 - w, and they are scored in float64.
 - Logit times 1 / T is wrong by 2.01 u * (|S| + 45.1), and the sum by u * |s|.
 
-Hence |s - S| < 2^-14 + 2^-22 * |S|. Where the best two of a split are more than twice that apart, which is all but always, the first
-has won. Otherwise all within `_margin` of the best, which is four times as much, are scored in float64. So the token is the reference's
-wherever the best two scores of that differ by more than 2^-51 * (|S| + 64), the rounding of its own logarithms, sums and products.
+Hence |s - S| < 2^-14 + 2^-22 * |S|. Where the best two of a split are more than twice that apart, which is all but
+always, the first has won. Otherwise all within `_margin` of the best, which is four times as much, are scored in
+float64. So the token is the reference's wherever the best two scores of that differ by more than 2^-51 * (|S| + 64),
+the rounding of its own logarithms, sums and products.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Top-k, top-p and min-p as a Triton kernel that finds where each row is cut off, without sorting it.
 
-What `truncation.truncate` keeps of a row is a prefix of its tokens in the order of (logit / T descending, id ascending), since each rule
-keeps a prefix of what is left. So the place of the last kept token says all. It is searched by quarters of an interval of ranks,
-which are the 32 bits of logit / T made to order like integers, with the number and the probability of the tokens above three
-ranks in each pass, and it ends early where a single token is left between.
+What `truncation.truncate` keeps of a row is a prefix of its tokens in the order of (logit / T descending, id
+ascending), since each rule keeps a prefix of what is left. So the place of the last kept token says all. It is searched
+by quarters of an interval of ranks, which are the 32 bits of logit / T made to order like integers, with the number and
+the probability of the tokens above three ranks in each pass, and it ends early where a single token is left between.
 
-A row with truncation is read once for its maximum, at most 16 times for top-k, as often for top-p, and once more to tell equal logits
-apart: 34 times at most, some ten where few are equal. A row without truncation is not read at all.
-Sums are in float32 for each of `_BLOCK` lanes and in float64 across them, in an order that depends on V alone. So a cumulated probability
-is within (V / _BLOCK + 64) * 2^-24 of exact, 6e-6 at V = 151 936, and where top-p is further from that than this the cut
-is that of exact sums. min-p is compared with exp within 2^-22 * (|logit / T| + 1).
+A row with truncation is read once for its maximum, at most 16 times for top-k, as often for top-p, and once more to
+tell equal logits apart: 34 times at most, some ten where few are equal. A row without truncation is not read at all.
+Sums are in float32 for each of `_BLOCK` lanes and in float64 across them, in an order that depends on V alone. So a
+cumulated probability is within (V / _BLOCK + 64) * 2^-24 of exact, 6e-6 at V = 151 936, and where top-p is further from
+that than this the cut is that of exact sums. min-p is compared with exp within 2^-22 * (|logit / T| + 1).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _search(
 ):
     """Find the largest rank in [low, high) from which up the number or mass of tokens is at least the target; `high` has none above it.
 
-    Returns it, and number and mass of what is at least that and of what is more. Any rank between two tokens is as good as the next.
+    Returns it, and number and mass of what is at least that and of what is more. Any rank between two tokens is as good
+    as the next.
     """
     num_high, mass_high = num_low * 0, mass_low * 0.0
     while (high - low > 1) & (num_low - num_high > 1):

@@ -25,8 +25,8 @@ class Turn:
 class Reply:
     """What an environment says to a turn, and what the turn has earned.
 
-    With `done` the episode is over, and `content` is not shown to the policy. `reward` is for this turn alone, None where
-    the environment gives none; `metrics` are logged as the mean over turns.
+    With `done` the episode is over, and `content` is not shown to the policy. `reward` is for this turn alone, None
+    where the environment gives none; `metrics` are logged as the mean over turns.
     """
 
     content: Content | None = None
@@ -46,8 +46,9 @@ Answer: TypeAlias = Reply | Content | None  # None: the episode is over
 class Environment(ABC):
     """Something that the policy acts on, turn by turn. Subclasses write `reply`.
 
-    An environment is a function of the transcript: it keeps nothing between two calls, so an episode can move to another
-    process, and be resumed, without a word to it. One that cannot do without a state opens a session for each episode.
+    An environment is a function of the transcript: it keeps nothing between two calls, so an episode can move to
+    another process, and be resumed, without a word to it. One that cannot do without a state opens a session for each
+    episode.
     """
 
     #: Whether the same transcript of the same row always gets the same reply, which is then remembered.

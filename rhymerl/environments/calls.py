@@ -2,7 +2,8 @@
 
     ToolCall(name="add", arguments={"a": 1, "b": 2})
 
-Each family of chat templates writes them in its own way. Reading takes time in proportion to the text, whatever stands in it.
+Each family of chat templates writes them in its own way. Reading takes time in proportion to the text, whatever stands
+in it.
 """
 
 from __future__ import annotations

@@ -38,12 +38,14 @@ class Boundary:
 class ReplyEncoder:
     """Turns a reply into the tokens that a chat template, or plain text, appends to what stands there.
 
-    The difference rule: a short conversation that ends with an assistant's turn is rendered with the reply behind it, and the
-    text behind that turn's end token is taken. Nothing that has been sampled is encoded again, and a system message that the
-    template writes by itself stays in front. `stop_token_ids` are the policy's; the tokenizer's EOS is always one of them.
+    The difference rule: a short conversation that ends with an assistant's turn is rendered with the reply behind it,
+    and the text behind that turn's end token is taken. Nothing that has been sampled is encoded again, and a system
+    message that the template writes by itself stays in front. `stop_token_ids` are the policy's; the tokenizer's EOS is
+    always one of them.
 
-    A reply of more than `max_reply_tokens` is cut to so many, scaffold included: its longest texts end with `CUT_MARK`, where the
-    tokenizer knows it, and the boundary and the generation prompt stay whole. Raises ValueError for `max_reply_tokens` below 1.
+    A reply of more than `max_reply_tokens` is cut to so many, scaffold included: its longest texts end with `CUT_MARK`,
+    where the tokenizer knows it, and the boundary and the generation prompt stay whole. Raises ValueError for
+    `max_reply_tokens` below 1.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class ReplyEncoder:
     ) -> IntArray:
         """Return the reply's tokens, int32 [R].
 
-        The reply is a string or chat messages. `is_chat` says that the prompt was chat messages; a string is then one message of
-        the user. `ended_by` is the stop token that was sampled, by default the template's own; a turn that `is_cut` ended with
-        none, so the reply begins with the template's. Raises DataError that begins with `location`, such as the prompt's.
+        The reply is a string or chat messages. `is_chat` says that the prompt was chat messages; a string is then one
+        message of the user. `ended_by` is the stop token that was sampled, by default the template's own; a turn that
+        `is_cut` ended with none, so the reply begins with the template's. Raises DataError that begins with `location`,
+        such as the prompt's.
         """
         where = f"{location}: the reply"
         content = self._checked(reply, where, is_chat=is_chat)

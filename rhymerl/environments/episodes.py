@@ -1,7 +1,8 @@
 """The episodes of a run: what is asked of an environment when a turn has ended, and how its reply joins the answer.
 
-An episode is one request that goes on. Whatever is needed to go on is in its `Output`, so an episode can be withdrawn, moved to another
-worker, kept in a checkpoint and taken up again at any moment: an environment is a function of the transcript.
+An episode is one request that goes on. Whatever is needed to go on is in its `Output`, so an episode can be withdrawn,
+moved to another worker, kept in a checkpoint and taken up again at any moment: an environment is a function of the
+transcript.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class _Seat:
 class EnvironmentPool:
     """Asks an environment in `num_processes` processes, each reply within `timeout_s`.
 
-    All calls about an episode go to one process, which may keep a session for it. Raises EpisodeError when a process cannot work at all.
+    All calls about an episode go to one process, which may keep a session for it. Raises EpisodeError when a process
+    cannot work at all.
     """
 
     def __init__(self, environment: Any, *, num_processes: int = 2, timeout_s: float = 60.0) -> None:
@@ -179,7 +180,8 @@ class EnvironmentPool:
     def _judge(self, seat: _Seat) -> None:
         """End a process in which a call takes too long; the others in it are asked again.
 
-        Where a process does not even give a sign of life, any of its calls may be the one that keeps the interpreter to itself.
+        Where a process does not even give a sign of life, any of its calls may be the one that keeps the interpreter to
+        itself.
         """
         process, now = seat.process, monotonic()
         if process is None:

@@ -34,8 +34,8 @@ class _Turn:
 def prove(encoder: ReplyEncoder, roles: Sequence[str], *, opening: Messages = ()) -> str | None:
     """Return what made episodes would lose or gain by rendering them anew; None where the template only appends.
 
-    Called once at the start, on the CPU. `roles` are those of the environment's replies, such as "user" or "tool", and `opening` is
-    a prompt of the run. Raises ConfigError where the template cannot carry a reply of such a role at all.
+    Called once at the start, on the CPU. `roles` are those of the environment's replies, such as "user" or "tool", and
+    `opening` is a prompt of the run. Raises ConfigError where the template cannot carry a reply of such a role at all.
     """
     opening = opening or [{"role": "user", "content": "Is it so?"}]
     for role in roles if encoder.chat.tokenizer.chat_template else ():

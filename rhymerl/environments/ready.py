@@ -88,9 +88,10 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 class Python:
     """A notebook: `python` runs code in a sandbox, see `rhymerl.rewards.sandbox`, and keeps its variables for the episode.
 
-    Nothing outlives a call. Each runs all earlier code of the episode again, without its output, and then its own; so the
-    variables are a function of the transcript, up to what the code itself reads of clocks and random numbers. Code that is
-    stopped leaves nothing behind. A subclass may set other limits. Raises ConfigError where the machine offers no sandbox.
+    Nothing outlives a call. Each runs all earlier code of the episode again, without its output, and then its own; so
+    the variables are a function of the transcript, up to what the code itself reads of clocks and random numbers. Code
+    that is stopped leaves nothing behind. A subclass may set other limits. Raises ConfigError where the machine offers
+    no sandbox.
     """
 
     time_limit_s: ClassVar[float] = 5.0  # for each call of the episode

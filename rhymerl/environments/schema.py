@@ -25,8 +25,9 @@ class MisfitArgumentError(ValueError):
 def fitted(value: Any, schema: Schema, *, name: str) -> Any:
     """Return the argument `name` as the schema has it. Raises MisfitArgumentError.
 
-    Two things are taken for what they mean, where they can mean nothing else: a text that is JSON of the type, where no text is
-    allowed (`"3"` for an integer; all that Qwen3-Coder writes is text), and a whole number such as 3.0 for an integer.
+    Two things are taken for what they mean, where they can mean nothing else: a text that is JSON of the type, where no
+    text is allowed (`"3"` for an integer; all that Qwen3-Coder writes is text), and a whole number such as 3.0 for an
+    integer.
     """
     for each in (value, *_other_readings(value)):
         if _fits(each, schema):

@@ -54,18 +54,19 @@ def call_format(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> CallFor
 class Tools(Environment):
     """Runs the calls in what the policy says, in order, and replies with their results: messages of the role `tool`.
 
-    `tools` are functions with type hints and a docstring that describes each argument (under `Args:`), or their dotted names.
-    Of a class every public method with a docstring is a tool: an object of it is made for each episode, without arguments. If
-    it has a method `reset`, this gets the row's columns; a method `close` ends it. Tools may be `async`.
+    `tools` are functions with type hints and a docstring that describes each argument (under `Args:`), or their dotted
+    names. Of a class every public method with a docstring is a tool: an object of it is made for each episode, without
+    arguments. If it has a method `reset`, this gets the row's columns; a method `close` ends it. Tools may be `async`.
 
-    An episode is over when a turn calls nothing, or when a tool returns a `Reply` that is done. A malformed or unknown call, an
-    argument that does not fit and a tool that raises are messages to the policy, in one line; only a RhymeError, by which a tool
-    says that it cannot work at all, fails the episode. Results that are no text are shown as JSON.
+    An episode is over when a turn calls nothing, or when a tool returns a `Reply` that is done. A malformed or unknown
+    call, an argument that does not fit and a tool that raises are messages to the policy, in one line; only a
+    RhymeError, by which a tool says that it cannot work at all, fails the episode. Results that are no text are shown
+    as JSON.
 
     Replies are remembered where all tools are functions marked as `pure`.
 
-    `calls` is the way in which the policy writes calls: a family of chat templates, or a response template of transformers. None =
-    the family of its chat template, else its tokenizer's response template. Raises ValueError.
+    `calls` is the way in which the policy writes calls: a family of chat templates, or a response template of
+    transformers. None = the family of its chat template, else its tokenizer's response template. Raises ValueError.
     """
 
     tools: Sequence[str | Callable[..., Any]] = ()

@@ -60,9 +60,9 @@ Sealed = SealedAnswers | SuffixIndex  # of a prompt, or of a pool
 class SealedHistory:
     """Follows a HistoryStore and keeps one index a prompt over the answers of its last `window` epochs.
 
-    With `pools` it keeps one a split, too, over the newest answers to all prompts (history/pool.py).
-    Large indexes are built by a thread that holds no lock while it sorts; a new one takes the old one's place at once, so that
-    readers never see a half-built one. An answer's weight is recency ** age * exp(advantage_tilt * advantage).
+    With `pools` it keeps one a split, too, over the newest answers to all prompts (history/pool.py). Large indexes are
+    built by a thread that holds no lock while it sorts; a new one takes the old one's place at once, so that readers
+    never see a half-built one. An answer's weight is recency ** age * exp(advantage_tilt * advantage).
     """
 
     def __init__(self, *, window: int, recency: float = 1.0, advantage_tilt: float = 0.0, pools: bool = False) -> None:

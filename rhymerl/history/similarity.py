@@ -41,10 +41,11 @@ class LengthStability:
 def similarity(records: Iterable[TraceRecord]) -> Similarity:
     """Return the similarity of RhymeRL (arXiv 2508.18588): matched tokens / all tokens.
 
-    Each answer is walked from its first token. The last 3 tokens of the walk may occur in answers to the same prompt in the epoch
-    before. Then the longest run that follows such an occurrence and goes on as the answer does is matched, and the walk goes on
-    behind it. Otherwise, or if that run is empty, the next token is not matched, and the walk goes on behind that. So the first 3
-    tokens of an answer never match. Answers whose prompt has none in the epoch before are left out.
+    Each answer is walked from its first token. The last 3 tokens of the walk may occur in answers to the same prompt in
+    the epoch before. Then the longest run that follows such an occurrence and goes on as the answer does is matched,
+    and the walk goes on behind it. Otherwise, or if that run is empty, the next token is not matched, and the walk goes
+    on behind that. So the first 3 tokens of an answer never match. Answers whose prompt has none in the epoch before
+    are left out.
     """
     listed = list(records)
     epochs = np.array([record.epoch for record in listed], np.int64)

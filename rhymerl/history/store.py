@@ -33,11 +33,11 @@ NO_VERSION = -1  # of a reader that has been told nothing
 class HistoryStore:
     """Keeps past answers by prompt, within a window of epochs and caps on tokens and prompts.
 
-    The newest `window` epochs of each prompt stay, fewer where they alone have more than `max_tokens`. Where `max_tokens` (of all
-    answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago then go, each with all of its answers. Those of
-    the split `validation` go first, so that what training knows does not depend on evaluations. Reading does not count as use, so
-    that what stays follows from the adds alone. If two answers have the same prompt, epoch and sample, the one of the newer policy
-    version stays, else the first.
+    The newest `window` epochs of each prompt stay, fewer where they alone have more than `max_tokens`. Where
+    `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago then go, each
+    with all of its answers. Those of the split `validation` go first, so that what training knows does not depend on
+    evaluations. Reading does not count as use, so that what stays follows from the adds alone. If two answers have the
+    same prompt, epoch and sample, the one of the newer policy version stays, else the first.
 
     `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is
     gone with the process. `log_size` is how many evictions are remembered for readers that lag behind.
@@ -206,8 +206,8 @@ class HistoryStore:
     def deltas(self, since: int) -> HistoryDelta:
         """Return what a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
 
-        It is lost when the log of evictions has been cut since then, and when another state has been loaded. A reader that
-        knows nothing is at `NO_VERSION`.
+        It is lost when the log of evictions has been cut since then, and when another state has been loaded. A reader
+        that knows nothing is at `NO_VERSION`.
         """
         if not self._log.start <= since <= self.version:
             return self.snapshot()

@@ -73,7 +73,8 @@ class TraceWriter:
     that number with the run's state and give it back as `keep_bytes`: what was written later is cut off, and a resumed
     run leaves the very bytes that an uninterrupted one does. A killed run leaves whole lines and at most a part of one.
 
-    Raises ConfigError when the file exists and `keep_bytes` is None, and DataError when it is shorter than `keep_bytes`.
+    Raises ConfigError when the file exists and `keep_bytes` is None, and DataError when it is shorter than
+    `keep_bytes`.
     """
 
     def __init__(self, path: str | Path, *, keep_bytes: int | None = None) -> None:

@@ -60,10 +60,10 @@ class RankMemory:
 def rank_memory(setup: Setup) -> RankMemory:
     """Return what a rank holds; what workers apart from the ranks hold is not theirs.
 
-    An update's peak is the backward of the largest micro-batch. Gradients and the optimizer's moments have the dtype of what is trained,
-    and a fused step has no temporaries. Offloaded moments take the room that the activations have left by then, so they count as far as they
-    are more than that; but a resumed run loads them onto the device when an engine is there. Passes of a reference keep nothing for a
-    backward. Sums over ranks come when activations have gone.
+    An update's peak is the backward of the largest micro-batch. Gradients and the optimizer's moments have the dtype of
+    what is trained, and a fused step has no temporaries. Offloaded moments take the room that the activations have left
+    by then, so they count as far as they are more than that; but a resumed run loads them onto the device when an
+    engine is there. Passes of a reference keep nothing for a backward. Sums over ranks come when activations have gone.
     """
     tensors, shards = setup.tensors, setup.layout.num_shards
     engine = setup.engine if setup.engine is not None and not setup.is_apart else EngineShape()
@@ -103,13 +103,14 @@ def kv_tokens_beside(setup: Setup | None, engine: EngineShape, free_bytes: int) 
 def layer_bytes(setup: Setup) -> int:
     """Return what a layer keeps of a token for its backward, as transformers' modules are written (SDPA, nothing compiled).
 
-    With hidden size H, attention width A, intermediate size I, b bytes an element and s in the residual stream (b, or a weight's under
-    autocast):
+    With hidden size H, attention width A, intermediate size I, b bytes an element and s in the residual stream (b, or a
+    weight's under autocast):
 
     - two norms compute in at least 4 bytes and keep their input and, in s, the normalised one: 2 H (max(4, s) + s)
     - attention keeps query, key, value and output, key and value counted as if expanded to all heads: 4 A b
     - the MLP keeps gate, silu(gate) and up: 3 I b
-    - linear layers keep their inputs for the gradient of their weights: (2 H + A + I) b, one for q, k and v and one for gate and up. A
+    - linear layers keep their inputs for the gradient of their weights: (2 H + A + I) b, one for q, k and v and one for
+      gate and up. A
       copy for each layer is made where each casts for itself, under autocast and for adapters wider than the model: (5 H + A + I) times the bytes of the copy.
     - eager attention keeps its scores; flash and memory-efficient kernels keep none.
     """
@@ -166,8 +167,8 @@ def _weight_buffers(setup: Setup) -> int:
 def _gathered(setup: Setup) -> int:
     """Return the bytes of groups of sharded weights that are whole at the worst moment of a backward.
 
-    These are a group with its gradient, which is laid out once more for the sum, and the next one while it comes, twice: in one piece and as
-    tensors. What belongs to no layer stays from beginning to end.
+    These are a group with its gradient, which is laid out once more for the sum, and the next one while it comes,
+    twice: in one piece and as tensors. What belongs to no layer stays from beginning to end.
     """
     if not setup.layout.is_sharded:
         return 0

@@ -22,9 +22,10 @@ class Traffic:
 def traffic(setup: Setup) -> Traffic:
     """Return what a rank sends.
 
-    A ring that gathers or scatters S bytes on R ranks sends S (R - 1) / R from each, and one that adds them up everywhere twice as much.
-    Without sharding that is all there is, once an optimizer step; with it weights are gathered for each pass, twice for those with a
-    backward, which leaves each rank its part of the sum, and groups of ranks add up their parts.
+    A ring that gathers or scatters S bytes on R ranks sends S (R - 1) / R from each, and one that adds them up
+    everywhere twice as much. Without sharding that is all there is, once an optimizer step; with it weights are
+    gathered for each pass, twice for those with a backward, which leaves each rank its part of the sum, and groups of
+    ranks add up their parts.
     """
     tensors, layout = setup.tensors, setup.layout
     backwards, forwards = num_backwards(setup), num_forwards(setup)

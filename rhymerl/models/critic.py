@@ -23,10 +23,10 @@ from rhymerl.models.sharding import replica
 class CriticSettings:
     """The settings for learning values, for an algorithm that has them (PPO).
 
-    Without `shared` the critic has a backbone of its own: at first a copy of the policy's, or the language model at `path` (a
-    directory or hub name, with the policy's tokenizer). With `shared` it is one head on the policy's backbone, which both then
-    train. The head starts at random with a standard deviation of `head_std`; at 0 the first values are 0. In the first
-    `warmup_steps` rollout steps the policy does not move, a shared backbone included.
+    Without `shared` the critic has a backbone of its own: at first a copy of the policy's, or the language model at
+    `path` (a directory or hub name, with the policy's tokenizer). With `shared` it is one head on the policy's
+    backbone, which both then train. The head starts at random with a standard deviation of `head_std`; at 0 the first
+    values are 0. In the first `warmup_steps` rollout steps the policy does not move, a shared backbone included.
     """
 
     shared: bool = False

@@ -1,7 +1,7 @@
 """Weights that come when a model is sharded: until then it has shapes only, and no rank ever holds all of them.
 
-A model of safetensors files in its own names is read one tensor at a time by each rank. Any other one, such as one that is made at random, is
-whole on rank 0, which sends each tensor to the others.
+A model of safetensors files in its own names is read one tensor at a time by each rank. Any other one, such as one that
+is made at random, is whole on rank 0, which sends each tensor to the others.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _keeps_some_in_float32(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None))
 
 
-# -- models without content ---------------------------------------------------------------------------------------------
+# -- models without content
+# ---------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -34,8 +34,9 @@ def restore(
 ) -> None:
     """Write `Policy.files` and a state dict of the model as a directory that plain `transformers` loads.
 
-    The weights' content is asked of `read` by their names, as many at a time as go into a file: about `file_bytes`, or a layer that is
-    larger. Several files have an index. Raises ConfigError, before anything is written, for a file that would lie outside the directory.
+    The weights' content is asked of `read` by their names, as many at a time as go into a file: about `file_bytes`, or
+    a layer that is larger. Several files have an index. Raises ConfigError, before anything is written, for a file that
+    would lie outside the directory.
     """
     directory = Path(directory)
     write_files(files, directory)

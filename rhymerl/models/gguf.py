@@ -66,8 +66,8 @@ class GGUFHeader:
 def read_header(path: Path, where: str) -> GGUFHeader:
     """Read the header, and check that all tensors lie in the file.
 
-    Errors begin with `where`. Raises ConfigError for a file that is not there, is broken or has no tokenizer, and without the
-    package that it needs, or where transformers would make up what the file does not say.
+    Errors begin with `where`. Raises ConfigError for a file that is not there, is broken or has no tokenizer, and
+    without the package that it needs, or where transformers would make up what the file does not say.
     """
     if not path.is_file():
         raise ConfigError(f"{where}: no such file")

@@ -28,8 +28,9 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
 
-    For a linear head, at most three chunks of logits are held at a time, four where they are capped, and its gradient is added up in one place.
-    All log-probs are where they are no more than `kept_bytes`; else the backward pass computes them again.
+    For a linear head, at most three chunks of logits are held at a time, four where they are capped, and its gradient
+    is added up in one place. All log-probs are where they are no more than `kept_bytes`; else the backward pass
+    computes them again.
     """
     if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)

@@ -17,7 +17,8 @@ Kind = Literal["model", "dataset"]
 def look_up(name: str, setting: str, *, kind: Kind) -> bool:
     """True when the hub answers; False when it cannot be asked, but an earlier download is on the disk.
 
-    Raises ConfigError, which begins with `setting`, when it has nothing of that name, or cannot be asked and nothing is here.
+    Raises ConfigError, which begins with `setting`, when it has nothing of that name, or cannot be asked and nothing is
+    here.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError

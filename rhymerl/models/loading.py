@@ -30,8 +30,8 @@ def naming(setting: str) -> Iterator[None]:
 def read_model(loader: Any, where: str, **source: Any) -> PreTrainedModel:
     """Return what `loader.from_pretrained` makes of `source`.
 
-    Raises ConfigError that begins with `where` for weights that are missing, and for a head that the config ties to an embedding of
-    other values: it would be trained by itself, and exported as tied.
+    Raises ConfigError that begins with `where` for weights that are missing, and for a head that the config ties to an
+    embedding of other values: it would be trained by itself, and exported as tied.
     """
     model, found = loader.from_pretrained(**source, trust_remote_code=False, output_loading_info=True)
     refuse_missing(found["missing_keys"], where, has=found["unexpected_keys"])

@@ -25,7 +25,8 @@ from rhymerl.types import Sample
 
 T = TypeVar("T")
 
-# Logits held at a time when `chunk_tokens` is left to us: on a GPU each chunk reads the whole head again, so few large ones pay.
+# Logits held at a time when `chunk_tokens` is left to us: on a GPU each chunk reads the whole head again, so few large
+# ones pay.
 _LOGIT_BYTES = 64 * 2**20
 _KEPT_BYTES = 256 * 2**20  # of log-probs, which small chunks would compute again; a GPU's chunks are larger
 _LOGIT_BYTES_OF_GPU = 2**30
@@ -36,7 +37,8 @@ _LOGIT_SHARE_OF_GPU = 1 / 64  # of its memory, at most
 class TokenBatch:
     """Samples side by side, padded on the right. B = samples, S = prompt and response, T = response.
 
-    N = response tokens; in a shared layout those that come after different tokens, so that several samples may have one in common.
+    N = response tokens; in a shared layout those that come after different tokens, so that several samples may have one
+    in common.
     """
 
     input_ids: Tensor  # [B, S]; [1, L] in a shared layout
@@ -107,7 +109,8 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
 def hidden_states(body: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Return the states of a model without its head in front of each response token, [N, H].
 
-    A model that reads a shared layout has to be within `sharing`; the decoder of one that is sharded within a `call` of that.
+    A model that reads a shared layout has to be within `sharing`; the decoder of one that is sharded within a `call` of
+    that.
     """
     if batch.shared is not None:
         return at(packed_states(body, batch.shared)[0], batch.indices)
@@ -127,9 +130,9 @@ def policy_output(
 ) -> PolicyOutput:
     """Return the log-probs of the response tokens and the entropy at each, [B, T] with zeros in the padding; values with a `critic`.
 
-    Untruncated log_softmax(logits / temperature), in float32 or better; temperature 0 uses 1. The critic gets the batch and
-    the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values have a gradient, which ends
-    at these states.
+    Untruncated log_softmax(logits / temperature), in float32 or better; temperature 0 uses 1. The critic gets the batch
+    and the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values have a gradient, which
+    ends at these states.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
         kept_bytes = _KEPT_BYTES if chunk_tokens is None and model.device.type == "cpu" else 0

@@ -1,6 +1,7 @@
 """Low-rank adapters: small matrices beside frozen ones are all that is trained.
 
-LoRA (arXiv 2106.09685): a frozen matrix W acts as W + (alpha / rank) B A, where A [rank, in] starts at random and B [out, rank] at 0.
+LoRA (arXiv 2106.09685): a frozen matrix W acts as W + (alpha / rank) B A, where A [rank, in] starts at random and B
+[out, rank] at 0.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ def best_starts(
 ) -> list[tuple[int, int]]:
     """Return the batches of n items as (start, end), in order: of all splits that with the fewest tokens.
 
-    The `widths` never grow, a batch is padded to the first of its own, and `extras` are tokens that come without padding. A batch
-    has at most `max_tokens`, or one item, and counts for `overhead` tokens more.
+    The `widths` never grow, a batch is padded to the first of its own, and `extras` are tokens that come without
+    padding. A batch has at most `max_tokens`, or one item, and counts for `overhead` tokens more.
     """
     starts = np.empty(len(widths) + 1, np.int64)
     totals = np.concatenate([[0], np.cumsum(np.asarray(extras, np.int64))])

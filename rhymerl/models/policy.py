@@ -71,7 +71,8 @@ class Policy:
     def stop_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the generation config, the model config and the tokenizer, sorted.
 
-        A config that names none has its class's default, which may be any token of the model: it counts only as a special token.
+        A config that names none has its class's default, which may be any token of the model: it counts only as a
+        special token.
         """
         found: set[int] = set()
         generation: GenerationConfig | None = self.model.generation_config
@@ -206,9 +207,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class PolicySource:
     """The source of the policy: a directory, GGUF file or hub name (`path`), or a small config to build (`init`).
 
-    `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one
-    token a character of `characters`. With an `adapter` that alone is trained. Raises ValueError when neither or both of `path`
-    and `init` are given.
+    `init` holds the fields of a transformers config with its `model_type`; the tokenizer is then one token a character
+    of `characters`. With an `adapter` that alone is trained. Raises ValueError when neither or both of `path` and
+    `init` are given.
     """
 
     path: str | None = None
@@ -233,7 +234,8 @@ class PolicySource:
         """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it.
 
         `setting` is what it is loaded for, which errors name. Where torch's device is "meta", as within Lightning's
-        `trainer.init_module(empty_init=True)`, the weights come later, when the model is sharded; but not those of a GGUF file.
+        `trainer.init_module(empty_init=True)`, the weights come later, when the model is sharded; but not those of a
+        GGUF file.
         """
         is_deferred = torch.get_default_device().type == "meta"
         with torch.device("cpu") if is_deferred else nullcontext():

@@ -22,7 +22,8 @@ from rhymerl.models.shared_prefixes import packed_states, place_runs, sharing
 T = TypeVar("T")
 
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
-# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32, unless they are sharded.
+# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32, unless they are
+# sharded.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 

@@ -10,14 +10,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rhymerl.errors import ConfigError
 from rhymerl.models.policy import named
 
-# For each kind, the setting that says how long a sequence may be before all positions of its pass are embedded otherwise.
+# For each kind, the setting that says how long a sequence may be before all positions of its pass are embedded
+# otherwise.
 _LIMITS = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
 def refuse_changing_rope(model: PreTrainedModel, longest_tokens: int, *, setting: str | None = None) -> None:
     """Raise ConfigError when a sequence of that many tokens would change how its neighbours are computed.
 
-    transformers chooses the frequencies once a pass, by the largest position in it. `setting` names the model in the message.
+    transformers chooses the frequencies once a pass, by the largest position in it. `setting` names the model in the
+    message.
     """
     for kind, most in _changing(model.config.get_text_config()):
         if longest_tokens > most:

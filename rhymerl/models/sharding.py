@@ -1,6 +1,7 @@
 """Weights that are spread over ranks: each rank holds a part of every tensor, and a layer is whole while it is computed with.
 
-torch's `fully_shard` (FSDP2) gathers the weights of a group before its forward and its backward, and spreads the sum of its gradients.
+torch's `fully_shard` (FSDP2) gathers the weights of a group before its forward and its backward, and spreads the sum of
+its gradients.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def shard(
 ) -> None:
     """Spread a language model, with or without its head, over the ranks of a mesh; all of them give the same weights.
 
-    `fill` gives a group of weights its content, before its parts are all that stays. On a mesh of two dimensions only the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients
-    of 16 bits are summed in float32. Raises ConfigError for a model whose layers are not known.
+    `fill` gives a group of weights its content, before its parts are all that stays. On a mesh of two dimensions only
+    the second one shards. Weights are gathered in `compute_dtype` (None: in their own), and gradients of 16 bits are
+    summed in float32. Raises ConfigError for a model whose layers are not known.
     """
     if not _layers(model):
         raise ConfigError(
@@ -77,7 +79,8 @@ def _apply(function: Callable[..., T], *arguments: Any) -> T:
 def call(module: nn.Module, function: Callable[..., T], *arguments: Any) -> T:
     """Return `function(*arguments)`, which reads the module's own weights past its forward; sharded ones are whole within.
 
-    All tensors with a gradient that go in or come out have to be arguments and results: these tell when the backward begins and ends.
+    All tensors with a gradient that go in or come out have to be arguments and results: these tell when the backward
+    begins and ends.
     """
     method = getattr(module, _METHOD, None)
     found: T = function(*arguments) if method is None else method(function, *arguments)
@@ -148,8 +151,9 @@ def replicated(tensor: Tensor) -> Tensor:
 class GatheredTensors:
     """Sharded tensors by name, each of them made whole in the host's memory of rank 0.
 
-    Rank 0 iterates while the others of its group `take_part`, to the end. Some elements of each rank's part are gathered at a time, in all no more
-    than about `block_bytes`, and the next ones while the former are copied or sent; so a device has two such blocks.
+    Rank 0 iterates while the others of its group `take_part`, to the end. Some elements of each rank's part are
+    gathered at a time, in all no more than about `block_bytes`, and the next ones while the former are copied or sent;
+    so a device has two such blocks.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], *, block_bytes: int = BLOCK_BYTES) -> None:

@@ -1,8 +1,8 @@
 """What several answers have in common, computed once: where everything is in one packed pass, and the attention that reads it.
 
-The pass is a sequence [1, L]. It begins with G prompts, each padded on the right to P tokens, and goes on with buckets of runs of like
-length. A run is an answer, or what is left of one that begins as another does: it reads its prompt, the tokens of others with which its
-answer begins, and its own.
+The pass is a sequence [1, L]. It begins with G prompts, each padded on the right to P tokens, and goes on with buckets
+of runs of like length. A run is an answer, or what is left of one that begins as another does: it reads its prompt, the
+tokens of others with which its answer begins, and its own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _WITHOUT_GROUPS = ("cuda",)
 class RunBucket:
     """B runs of tokens, padded on the right to T; each reads up to C others that stand before it, and its own.
 
-    Queries attend in blocks of W, each to the keys up to its own end. One mask serves all blocks of a long run, since they differ in nothing but
-    how many keys stand before theirs: a block takes as many of its columns.
+    Queries attend in blocks of W, each to the keys up to its own end. One mask serves all blocks of a long run, since
+    they differ in nothing but how many keys stand before theirs: a block takes as many of its columns.
     """
 
     read: Tensor  # [B, C + T] flat indices: of the tokens before it, those of its prompt first, padded on the right to C; and of its own
@@ -176,7 +176,8 @@ def place_runs(prompts: Sequence[IntArray], answers: Sequence[IntArray], device:
         starts[chosen] = sum(sizes) + width * np.arange(len(chosen))
         ids.append(_padded([runs[i].tokens for i in chosen], width))
         first, own = _first_position(before[chosen])[:, None], [[len(runs[i].tokens)] for i in chosen]
-        # Padding stays within the context, and within what a rope that changes with the longest position takes for short.
+        # Padding stays within the context, and within what a rope that changes with the longest position takes for
+        # short.
         positions.append((first + np.minimum(np.arange(width), np.array(own) - 1)).ravel())
         sizes.append(len(chosen) * width)
     lines = _lines(runs, starts, distinct, widest)

@@ -47,8 +47,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
 def character_tokenizer(characters: str, *, size: int = 0) -> PreTrainedTokenizerFast:
     """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order, then `<19>` and so on up to `size`.
 
-    It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that, whatever
-    class was saved. Raises ValueError for a character that appears twice or is not ASCII.
+    It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that,
+    whatever class was saved. Raises ValueError for a character that appears twice or is not ASCII.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

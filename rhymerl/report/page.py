@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that loads nothing.
 
-Text of models and data gets into it by two ways only: through the template, which escapes it, and as compressed data in base64, which the page's
-script puts in as text.
+Text of models and data gets into it by two ways only: through the template, which escapes it, and as compressed data in
+base64, which the page's script puts in as text.
 """
 
 from __future__ import annotations

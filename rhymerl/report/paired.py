@@ -21,7 +21,8 @@ _LEAST_PROMPTS = 2
 class PairedDifference:
     """The reward of one run minus that of another, by step. S = steps that both have.
 
-    Prompts are the units: the mean over the answers to a prompt counts once, and variances are those of a mean over prompts.
+    Prompts are the units: the mean over the answers to a prompt counts once, and variances are those of a mean over
+    prompts.
     """
 
     steps: Sequence[int]  # [S]

@@ -30,7 +30,8 @@ _MOST_TOKENS = 2_000_000  # of the history, for its similarity: a second's work
 def read_run(path: str | Path, *, progress: ProgressBar = SILENT) -> Run:
     """Return the run in a directory; `progress` hears of each step.
 
-    Raises UsageError for a directory that is none of a run, and DataError or ConfigError naming a file of it that cannot be read.
+    Raises UsageError for a directory that is none of a run, and DataError or ConfigError naming a file of it that
+    cannot be read.
     """
     folder = Path(path)
     if not (folder / "config.yaml").is_file():

@@ -1,7 +1,7 @@
 """The file `steps.jsonl.gz` of a run directory: what each step did, for reports.
 
-A line is a JSON object, of a step or of an evaluation. What is written at once is a member of the gzip file of its own, so that a run that was
-killed leaves whole lines and at most a part of one.
+A line is a JSON object, of a step or of an evaluation. What is written at once is a member of the gzip file of its own,
+so that a run that was killed leaves whole lines and at most a part of one.
 """
 
 from __future__ import annotations

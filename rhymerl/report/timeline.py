@@ -26,8 +26,8 @@ _BAR_NAMES: Mapping[BarKind, str] = {  # of those that are drawn as bars
 class Bar:
     """What a row did from .. to, in seconds since the timeline began.
 
-    `ahead` is decoding for a step before the one before has ended; `environment` is a time with nothing to decode, because environments
-    had not replied.
+    `ahead` is decoding for a step before the one before has ended; `environment` is a time with nothing to decode,
+    because environments had not replied.
     """
 
     row: int

@@ -107,9 +107,9 @@ def classifier_score(
 ) -> list[float]:
     """Return the logit of a classifier with one output, the probability of `label` for one with several; for `where="engine"`, `batch`.
 
-    It reads the column `question`, where the data has one, and the answer: as a chat if the tokenizer has a template, else as a
-    pair of texts. At most `max_tokens` are read (default: as many as the model can). The model is loaded once a process and device.
-    Raises ValueError for a label that the model does not have.
+    It reads the column `question`, where the data has one, and the answer: as a chat if the tokenizer has a template,
+    else as a pair of texts. At most `max_tokens` are read (default: as many as the model can). The model is loaded once
+    a process and device. Raises ValueError for a label that the model does not have.
     """
     import torch
 

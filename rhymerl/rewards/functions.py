@@ -24,7 +24,8 @@ def try_text(answer: object) -> str:
 def exact_match(completion: str, *, answer: object) -> float:
     """Return 1.0 when the completion is the answer, white space around both aside; else 0.0.
 
-    For the answer 72.0 that is a number, `72` counts, too. Raises ValueError when the answer is neither text nor a number.
+    For the answer 72.0 that is a number, `72` counts, too. Raises ValueError when the answer is neither text nor a
+    number.
     """
     text = answer_text(answer).strip()
     return float(completion.strip() in (text, text.removesuffix(".0") if isinstance(answer, float) else text))
@@ -87,8 +88,8 @@ def check_tags(reward: Reward) -> None:
 def tag_match(completion: str, *, tags: Sequence[str], prompt: object = "") -> float:
     """Return 1.0 when the completion is these tags, each once and in this order, with text in each and none outside; else 0.0.
 
-    `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free. A first tag with which
-    the prompt ends, as some chat templates write it, counts as the completion's.
+    `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free. A first
+    tag with which the prompt ends, as some chat templates write it, counts as the completion's.
     """
     if isinstance(prompt, str) and prompt.rstrip().endswith(f"<{tags[0]}>"):
         completion = f"<{tags[0]}>{completion}"

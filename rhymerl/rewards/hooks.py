@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 Extract = Callable[[str], object]  # from an answer's text to what is compared, None where there is nothing
 # By parameter, from a reward's arguments.
 Opens = Mapping[str, Callable[[Mapping[str, Any]], AbstractContextManager[Any]]]
-# From a row's answer to what is wrong with it, such as "earn nothing themselves"; raises ValueError where no completion can match it.
+# From a row's answer to what is wrong with it, such as "earn nothing themselves"; raises ValueError where no completion
+# can match it.
 TryAnswer = Callable[[object], str]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,9 +24,9 @@ def brings(
 ) -> Callable[[Function], Function]:
     """A decorator. `check` gets the Reward and raises ConfigError, before any compute, where the function cannot work; `extract` is for maj@k.
 
-    `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from the reward's
-    arguments, and closes it in the end. `try_answer` gets the column `answer` of each row before a run. All become attributes of the
-    function, which other ways of setting them do as well.
+    `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from the
+    reward's arguments, and closes it in the end. `try_answer` gets the column `answer` of each row before a run. All
+    become attributes of the function, which other ways of setting them do as well.
     """
 
     def decorate(function: Function) -> Function:

@@ -24,7 +24,8 @@ _SHORT_UNIT = "cm|mm|km|kg|mg|ft|in|lb|oz|hr|ml|mi|yd|m"
 _NUMBER = (
     r"(?:(?P<whole>\d+) (?=\d+/))?(?P<number>\d+/\d+|\\frac\{\d+\}\{\d+\}|\d{1,3}(?: \d{3})+|\d[\d,]*(?:\.\d+)?|\.\d+)"
 )
-# What people write without LaTeX: `$18`, `18 dollars`, `1 1/2 cups`, `5 cm^2`, `60 km/h`. Two letters may be two variables.
+# What people write without LaTeX: `$18`, `18 dollars`, `1 1/2 cups`, `5 cm^2`, `60 km/h`. Two letters may be two
+# variables.
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?) ?\\?[$€£¥]?{_NUMBER}(?P<unit>(?: ?(?:{_SHORT_UNIT})\b| {_WORD})(?:[ /][A-Za-z]+)*(?:\^\{{?\d\}}?|[²³])?)?"
 )
@@ -62,9 +63,10 @@ def try_math_answer(answer: object) -> str:
 def math_match(completion: str, *, answer: object) -> float:
     r"""Return 1.0 when the last expression of the completion, best in `\boxed{}`, has the value of the answer; else 0.0.
 
-    A percentage is a hundredth part, and what it was written as; units and currencies do not count, and words are compared as text. By
-    math-verify, whose time limits rest on a signal: they hold in a process's main thread, which is where `where="pool"` and
-    usually `"main"` call this; elsewhere only the limits of whoever calls. Raises ValueError when the answer is no expression.
+    A percentage is a hundredth part, and what it was written as; units and currencies do not count, and words are
+    compared as text. By math-verify, whose time limits rest on a signal: they hold in a process's main thread, which is
+    where `where="pool"` and usually `"main"` call this; elsewhere only the limits of whoever calls. Raises ValueError
+    when the answer is no expression.
     """
     gold = _gold(_plain_number(answer))
     return float(importlib.import_module("math_verify").verify(gold, _parse(completion), timeout_seconds=_limit()))

@@ -7,8 +7,8 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
 
 from rhymerl.rewards.arguments import answer_text
 
-# Thousands are grouped or not at all; a minus directly after a digit, letter or bracket subtracts, one before a space does not negate
-# unless an equals sign stands before it.
+# Thousands are grouped or not at all; a minus directly after a digit, letter or bracket subtracts, one before a space
+# does not negate unless an equals sign stands before it.
 _MINUS = "[-\u2212\u2013]"
 _GROUPING = r"(?:,|\{,\}|\\,|[\u00a0\u2009\u202f])"
 _NUMBER = re.compile(

@@ -58,9 +58,9 @@ class _PooledProcess(ChildProcess):
 class RewardPool:
     """Runs calls of `rewards` in reward processes, in chunks, and hands each outcome to `deliver(reward, key, outcome)` once.
 
-    A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. If calls run at the same time
-    (async or batch), the guilty one is found by running each again alone. Processes start with the first work, and again where that
-    fails. `poll`, `flush` and `drain` raise RewardError when a process cannot work at all.
+    A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. If calls run at the
+    same time (async or batch), the guilty one is found by running each again alone. Processes start with the first
+    work, and again where that fails. `poll`, `flush` and `drain` raise RewardError when a process cannot work at all.
     """
 
     def __init__(

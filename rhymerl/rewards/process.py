@@ -29,9 +29,9 @@ _MARK = "RHYMERL_REWARD_PROCESS"  # in the environment of a reward process and o
 class ChildProcess:
     """A Python process at the other end of `connection`, in a process group of its own.
 
-    A pipe from this process kills the group when it closes: that also happens when this process dies in any way.
-    A group of its own also keeps Ctrl-C away from it, and lets `end` reach what the user's code has started; daemons, which
-    leave the group, are found by a mark in their environment. Raises OSError when it cannot be started.
+    A pipe from this process kills the group when it closes: that also happens when this process dies in any way. A
+    group of its own also keeps Ctrl-C away from it, and lets `end` reach what the user's code has started; daemons,
+    which leave the group, are found by a mark in their environment. Raises OSError when it cannot be started.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ Process = TypeVar("Process", bound=ChildProcess)
 class Listener(Generic[Process]):
     """Hears what processes write, and hands each message to `take`.
 
-    A process that has died, or into whose pipe something else was written than what it is `asked_for`, goes to `lose` with what is to be
-    said of that: nothing where its ending says it.
+    A process that has died, or into whose pipe something else was written than what it is `asked_for`, goes to `lose`
+    with what is to be said of that: nothing where its ending says it.
     """
 
     def __init__(

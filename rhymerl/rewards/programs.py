@@ -63,14 +63,14 @@ def code(
 ) -> float:
     """Return 1.0 when the completion's code passes all its `tests`, else 0.0; with `partial` the share that it passes.
 
-    The code is `last_code_block`. `tests` are Python source with assertions or a list of such; or a list of
-    `{"input": ..., "output": ...}`: with an `entry_point`, an expression such as `Solution().add`, these are its arguments (a
+    The code is `last_code_block`. `tests` are Python source with assertions or a list of such; or a list of `{"input":
+    ..., "output": ...}`: with an `entry_point`, an expression such as `Solution().add`, these are its arguments (a
     list) and the value it is to return, without one what the code as a program reads and writes. Source that defines
     `check(candidate)` gets the entry point passed. `packages` lets the code import what is installed here.
 
-    All tests together take at most `time_limit_s`. The code runs in a sandbox of `rhymerl.rewards.sandbox`; without `sandbox`
-    in one that is warmed up for this call alone. Raises ValueError or SyntaxError for tests of another form, or by which no
-    answer can be judged, and SandboxError where no sandbox can be had.
+    All tests together take at most `time_limit_s`. The code runs in a sandbox of `rhymerl.rewards.sandbox`; without
+    `sandbox` in one that is warmed up for this call alone. Raises ValueError or SyntaxError for tests of another form,
+    or by which no answer can be judged, and SandboxError where no sandbox can be had.
     """
     from rhymerl.rewards.sandbox.run import Job, run
 
@@ -116,7 +116,8 @@ class _Fence:
 def last_code_block(text: str) -> str:
     """Return the program in `text`: the last block fenced by ``` as Python, else the last fenced without a language, else all of it.
 
-    The last block may lack its end, and a program that the prompt has opened ends at the first fence. Common indentation goes.
+    The last block may lack its end, and a program that the prompt has opened ends at the first fence. Common
+    indentation goes.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     programs: dict[bool, str] = {}  # the last block by whether it is marked as Python

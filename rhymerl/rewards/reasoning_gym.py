@@ -55,9 +55,10 @@ def reasoning_gym_reward(
 ) -> float:
     """Return the verifier's score of the answer in a completion, 0 to 1; `entry` is the row's column of that name.
 
-    An answer that the verifier cannot even parse scores 0. Data sets that read large files (arc_agi, codeio) take up to half a
-    second a call. With `unsafe_unconfined` the verifier runs in this process, not in a sandbox. Raises RuntimeError for one that
-    raises or does not come to an end within its limits, and SandboxError where no sandbox can be had.
+    An answer that the verifier cannot even parse scores 0. Data sets that read large files (arc_agi, codeio) take up to
+    half a second a call. With `unsafe_unconfined` the verifier runs in this process, not in a sandbox. Raises
+    RuntimeError for one that raises or does not come to an end within its limits, and SandboxError where no sandbox can
+    be had.
     """
     if unsafe_unconfined:
         return float(import_module("rhymerl.rewards.sandbox.verifier").score(completion, entry))

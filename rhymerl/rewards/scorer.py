@@ -44,8 +44,9 @@ class _ScoredSample:
 class RewardScorer:
     """Runs every reward on every submitted sample. A context manager: leaving it ends the reward processes.
 
-    Reward processes may `begin` with samples before they are submitted. One thread at a time may use it. `chunk_size` is how many
-    samples a process gets at once, and so how many coroutines of an async reward run at the same time in a process. Raises ValueError when a value is out of range or two names are equal.
+    Reward processes may `begin` with samples before they are submitted. One thread at a time may use it. `chunk_size`
+    is how many samples a process gets at once, and so how many coroutines of an async reward run at the same time in a
+    process. Raises ValueError when a value is out of range or two names are equal.
     """
 
     def __init__(self, rewards: Sequence[Reward], *, num_processes: int = 2, chunk_size: int = 16) -> None:
@@ -114,7 +115,8 @@ class RewardScorer:
     def submit(self, key: str, text: str, columns: Mapping[str, Any], completion: Completion | None = None) -> None:
         """Queue a sample; where='main' runs now (async and batch functions once a chunk of them is full).
 
-        `completion` is for functions that ask for more of it than its text. Raises RewardError when a reward process cannot work at all.
+        `completion` is for functions that ask for more of it than its text. Raises RewardError when a reward process
+        cannot work at all.
         """
         if key in self._samples:
             raise ValueError(f"key={key!r}: submitted twice")

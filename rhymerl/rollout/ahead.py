@@ -19,7 +19,8 @@ _LOOK_S = 0.05  # between two looks at what has ended
 class ScoringAhead:
     """Lets reward processes begin with answers to the next step, in a thread of its own.
 
-    From `start` to `stop` the scorer is the thread's alone. There is no thread where workers do not work ahead, or no reward has a process.
+    From `start` to `stop` the scorer is the thread's alone. There is no thread where workers do not work ahead, or no
+    reward has a process.
     """
 
     def __init__(self, workers: Workers, scorer: RewardScorer, decode: Callable[[IntArray], str]) -> None:

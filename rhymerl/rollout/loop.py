@@ -40,8 +40,9 @@ Decode = Callable[["IntArray"], str]
 class RolloutLoop:
     """Asks backends for answers, scores them as they finish, and lets history, scheduler and drafters learn.
 
-    Every rank has a loop over a backend of its own, which has been started, and they run the same steps together; each gets the
-    whole step's samples. A backend of workers apart from the ranks answers with `num_workers` of them, None = one a rank. `run_ahead` as `check_run_ahead` says; with `lockstep` nothing follows the clock, so that a run over
+    Every rank has a loop over a backend of its own, which has been started, and they run the same steps together; each
+    gets the whole step's samples. A backend of workers apart from the ranks answers with `num_workers` of them, None =
+    one a rank. `run_ahead` as `check_run_ahead` says; with `lockstep` nothing follows the clock, so that a run over
     several ranks repeats bit for bit. Raises ValueError for arguments that contradict one another.
     """
 
@@ -106,9 +107,10 @@ class RolloutLoop:
     ) -> Rollout:
         """`group_size` scored answers a prompt. `step` keys the noise, `epoch` and `split` say where in the history they go.
 
-        Drafter and scheduler learn from the split `train` only; the history of the other serves its own drafts. `following` are
-        the next step's prompts, for workers that run ahead; without them none does. `replacements` are other prompts, for groups that
-        teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same arguments.
+        Drafter and scheduler learn from the split `train` only; the history of the other serves its own drafts.
+        `following` are the next step's prompts, for workers that run ahead; without them none does. `replacements` are
+        other prompts, for groups that teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same
+        arguments.
         """
         self._ahead.stop()
         requests = self._requests(prompts, step, settings, split)

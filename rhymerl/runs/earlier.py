@@ -20,8 +20,8 @@ def save_history(path: Path, module: RhymeModule, datamodule: PromptDataModule) 
 def start_with(path: str | Path, module: RhymeModule, datamodule: PromptDataModule, *, required: bool = True) -> str:
     """Add another run's answers to the module's history, as older than all that are to come; says what came of it.
 
-    A file that is truncated, corrupt, of a newer version or of another tokenizer is a DataError where it is `required`; else
-    the run starts without it.
+    A file that is truncated, corrupt, of a newer version or of another tokenizer is a DataError where it is `required`;
+    else the run starts without it.
     """
     mine = module.history
     caps = {"window": mine.window, "max_tokens": mine.max_tokens, "max_prompts": mine.max_prompts}

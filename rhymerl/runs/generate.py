@@ -87,8 +87,8 @@ class AnswerTotals:
 def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
     """Answer all prompts `passes` times and write every answer with its log-probs, for a config such as configs/rollout.yaml.
 
-    Raises ConfigError and DataError for bad input before anything is computed or overwritten. A run that is killed leaves
-    what it had written, in whole lines.
+    Raises ConfigError and DataError for bad input before anything is computed or overwritten. A run that is killed
+    leaves what it had written, in whole lines.
     """
     _check_settings(config)
     out = checked_out(config.out, overwrite=config.overwrite)

@@ -20,7 +20,8 @@ _EXTRAS = {"wandb": "pip install 'rhymerl[wandb]'"}
 def loggers_of(config: DictConfig, *, first_step: int | None = None) -> Any:
     """Return the loggers that `logger` asks for, or what Lightning's own flag `trainer.logger` says instead.
 
-    TensorBoard's curves of a run that goes on are cut off at `first_step`, from which they are written anew. Raises ConfigError.
+    TensorBoard's curves of a run that goes on are cut off at `first_step`, from which they are written anew. Raises
+    ConfigError.
     """
     settings = resolved(config)
     asked, flag = settings["logger"], settings["trainer"].get("logger")

@@ -1,7 +1,7 @@
 """Judges drafters on recorded rollouts, without a model.
 
-Verification emits the target's own tokens whatever is drafted (docs/correctness.md), so what a drafter would have saved follows
-from the recorded tokens alone: a pass emits the drafted tokens that agree with them, and one more.
+Verification emits the target's own tokens whatever is drafted (docs/correctness.md), so what a drafter would have saved
+follows from the recorded tokens alone: a pass emits the drafted tokens that agree with them, and one more.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ReplayTotals:
 class Replay:
     """Answers the requests of a trace from the trace, `max_running` side by side, as an engine would with these drafts.
 
-    History is learned after each epoch. Epochs before `from_epoch` are only learned from. Raises ValueError for an argument
-    out of range.
+    History is learned after each epoch. Epochs before `from_epoch` are only learned from. Raises ValueError for an
+    argument out of range.
     """
 
     def __init__(

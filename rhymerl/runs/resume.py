@@ -19,7 +19,8 @@ from rhymerl.training.module import RhymeModule
 from rhymerl.training.state import check_base
 
 _NOT_OF_THE_RUN = ("run_dir", "ckpt_path")  # settings that say where this process finds it
-# Settings that are in the weights, or in what is known of the data; `model.path` may be another place of the same weights.
+# Settings that are in the weights, or in what is known of the data; `model.path` may be another place of the same
+# weights.
 _FIXED = ("model", "adapter", "critic.shared")
 _MAY_MOVE = ("model.path",)
 

@@ -14,7 +14,8 @@ _FEW = 8  # of these, the median deviation is no measure of how far they are apa
 _EFFICIENCY = 0.37
 _TOO_WIDE = 1.25  # its upper end over its lower
 _NORMAL = 1.960  # standard deviations to each side have 95 % of a normal distribution
-# Standard deviation of the figure from what pairs of whole runs had, without the noise of these (benchmarks/drafting/paired_runs.py).
+# Standard deviation of the figure from what pairs of whole runs had, without the noise of these
+# (benchmarks/drafting/paired_runs.py).
 _OF_THE_CURVE = 0.05
 
 
@@ -75,9 +76,10 @@ class SpeedupTotals:
     def speedup(self) -> Speedup | None:
         """Return what drafts were worth; None where no step said anything.
 
-        Passes with drafts are compared with what passes without them would have taken. A machine that is slower for a while is so for both, so the figure is as
-        uncertain as the mean difference of their errors, in so far as there were drafts. A curve that is wrong in each report alike does not
-        show in that difference, so what it usually comes to is added.
+        Passes with drafts are compared with what passes without them would have taken. A machine that is slower for a
+        while is so for both, so the figure is as uncertain as the mean difference of their errors, in so far as there
+        were drafts. A curve that is wrong in each report alike does not show in that difference, so what it usually
+        comes to is added.
         """
         if not self.rollout_s:
             return None
@@ -97,7 +99,8 @@ class SpeedupTotals:
 def _half_interval(values: Sequence[float]) -> float:
     """Return half of the 95 % interval of the mean; of many values by the median deviation: a machine that was busy for a while is no error.
 
-    That deviation is as uncertain as a standard deviation of `_EFFICIENCY` times as many values (Rousseeuw and Croux 1993).
+    That deviation is as uncertain as a standard deviation of `_EFFICIENCY` times as many values (Rousseeuw and Croux
+    1993).
     """
     count, degrees = len(values), len(values) - 1.0
     if count < _FEW:

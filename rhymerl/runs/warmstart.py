@@ -145,8 +145,9 @@ def warmstart(
 ) -> Path:
     """Train `source` on `task` and save it to the directory `out`; an interrupted call goes on where it was.
 
-    The state in between lives in `out/warmstart.ckpt` and is removed at the end. `precision` is the Trainer's: "bf16-mixed" is faster
-    where the device multiplies in bfloat16. Raises ConfigError when `out` holds a model already, or the state of a call with other settings.
+    The state in between lives in `out/warmstart.ckpt` and is removed at the end. `precision` is the Trainer's:
+    "bf16-mixed" is faster where the device multiplies in bfloat16. Raises ConfigError when `out` holds a model already,
+    or the state of a call with other settings.
     """
     least = {"num_steps": (num_steps, 1), "batch_size": (batch_size, 1), "save_every": (save_every, 1)}
     require_at_least(least)

@@ -47,8 +47,8 @@ class Scheduler(ABC):
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
         """Return one queue a worker: a partition of `requests`, each queue in the order of submission.
 
-        The plan follows from the arguments and from what the other hooks were told, and from nothing else. Called once a step; for
-        an evaluation too, with step 0.
+        The plan follows from the arguments and from what the other hooks were told, and from nothing else. Called once
+        a step; for an evaluation too, with step 0.
         """
 
     def work_for(self, max_running: int | None) -> None:
@@ -63,7 +63,8 @@ class Scheduler(ABC):
     def observe(self, progress: Progress) -> None:
         """Note what is unfinished of the step before, which says when each worker becomes free.
 
-        This is called just before the next step's `plan` with `run_ahead=keep`; otherwise all workers begin a step together.
+        This is called just before the next step's `plan` with `run_ahead=keep`; otherwise all workers begin a step
+        together.
         """
 
     @property

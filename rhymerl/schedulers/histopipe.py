@@ -32,13 +32,15 @@ class HistoPipeScheduler(PredictingScheduler):
     """Prompts sorted by predicted length and cut into groups; odd steps deal them in ascending order, even ones in descending.
 
     Tier 1: a group a worker. Tier 2: `groups_per_worker` times as many groups as workers; a group gets up to
-    `max_workers` workers, so that the times of groups rise linearly with the smallest slope that the workers allow. The shortest group may take
-    as long as an update, `train_time`, which is in the unit of `costs`. Tier 2 falls back to tier 1 where no slope is
-    enough, and where it is predicted to be slower. In the first epoch nothing is known, and prompts go round robin.
+    `max_workers` workers, so that the times of groups rise linearly with the smallest slope that the workers allow. The
+    shortest group may take as long as an update, `train_time`, which is in the unit of `costs`. Tier 2 falls back to
+    tier 1 where no slope is enough, and where it is predicted to be slower. In the first epoch nothing is known, and
+    prompts go round robin.
 
-    With `migrate`, requests among the last `alpha` of a worker's that have outgrown their group go to a longer group that is still
-    running. A request has outgrown its group when it is longer than `beta` times the longest answer predicted there, or than the
-    third quartile of growth if that is more. The paper moves requests of long groups to the next step, and fills up the update from a replay buffer; that is missing here.
+    With `migrate`, requests among the last `alpha` of a worker's that have outgrown their group go to a longer group
+    that is still running. A request has outgrown its group when it is longer than `beta` times the longest answer
+    predicted there, or than the third quartile of growth if that is more. The paper moves requests of long groups to
+    the next step, and fills up the update from a replay buffer; that is missing here.
     """
 
     tier: Literal[1, 2] = 2
@@ -137,8 +139,9 @@ def cut(pieces: Sequence[Piece], count: int) -> list[Sequence[Piece]]:
 def linear_workers(tau: FloatArray, num_workers: int, *, train_time: float = 0.0) -> list[int] | None:
     """Return how many workers each group gets, in ascending order of length; None where every slope asks for more than there are.
 
-    Column k - 1 of `tau` [groups, k_max] has the times of the groups on k workers. k_n is the smallest k for which tau(n, k) <= t0 + n d,
-    where t0 is tau(0, k_max), or `train_time` if that is more. d is the smallest slope, found by bisection, for which the k_n sum to at most `num_workers`.
+    Column k - 1 of `tau` [groups, k_max] has the times of the groups on k workers. k_n is the smallest k for which
+    tau(n, k) <= t0 + n d, where t0 is tau(0, k_max), or `train_time` if that is more. d is the smallest slope, found by
+    bisection, for which the k_n sum to at most `num_workers`.
     """
     line, start = np.arange(len(tau))[:, None], max(float(tau[0, -1]), train_time)
     low, high = 0.0, 2.0 * float(tau.max())  # the first slope that is tried is enough if any is

@@ -37,11 +37,11 @@ class _Seen:
 class LengthPredictor:
     """Predicts a prompt's lengths by the median and an upper quantile of its groups, moving over epochs.
 
-    `momentum` is the weight of what was known before a group; `tail` the upper quantile, among a group (the longest one of up to 20
-    samples) and among all prompts. An answer of finish reason `length` says "at least so long": a quantile that falls on such
-    answers never pulls an estimate down, and counts as the limit of the request that asks next. A prompt without an answer is
-    predicted by the running upper quantile of all recent lengths, and by the request's own limit before there are any. Beyond
-    `max_prompts`, the prompts that were not answered for longest are forgotten.
+    `momentum` is the weight of what was known before a group; `tail` the upper quantile, among a group (the longest one
+    of up to 20 samples) and among all prompts. An answer of finish reason `length` says "at least so long": a quantile
+    that falls on such answers never pulls an estimate down, and counts as the limit of the request that asks next. A
+    prompt without an answer is predicted by the running upper quantile of all recent lengths, and by the request's own
+    limit before there are any. Beyond `max_prompts`, the prompts that were not answered for longest are forgotten.
     """
 
     momentum: float = 0.5

@@ -16,8 +16,8 @@ _SOONER = 0.95  # times as long: predictions are no better than that
 class OnPolicyScheduler(Scheduler):
     """Takes the plan of `inner`, or that of `sorted` where its slowest worker is predicted to finish clearly sooner.
 
-    Similar lengths on a worker pay only where workers need not wait for one another. Lengths and costs are those of `inner`, which alone
-    learns; nothing moves, because moves go with the plan that was made for them.
+    Similar lengths on a worker pay only where workers need not wait for one another. Lengths and costs are those of
+    `inner`, which alone learns; nothing moves, because moves go with the plan that was made for them.
     """
 
     def __init__(self, inner: PredictingScheduler) -> None:

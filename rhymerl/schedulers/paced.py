@@ -27,10 +27,10 @@ _RISK = 0.95  # the quantile of growth by which long answers are expected to out
 class PacedScheduler(ReleaseAwareScheduler):
     """Pieces sorted by predicted length fill one worker after another, the one that is free first with the longest.
 
-    A queue takes as much as its worker finishes, as predicted, by a time that is the same for all: the earliest by which
-    everything fits. While workers run ahead, a step goes to the share `workers` of them that is free first. With half of them
-    the halves take turns, so that every answer may take as long as two steps and starts at their beginning.
-    `max_running` is how many requests a worker decodes side by side; None is what its backend says.
+    A queue takes as much as its worker finishes, as predicted, by a time that is the same for all: the earliest by
+    which everything fits. While workers run ahead, a step goes to the share `workers` of them that is free first. With
+    half of them the halves take turns, so that every answer may take as long as two steps and starts at their
+    beginning. `max_running` is how many requests a worker decodes side by side; None is what its backend says.
     """
 
     workers: float = 0.5

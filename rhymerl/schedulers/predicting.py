@@ -35,9 +35,9 @@ class Piece:
 class PredictingScheduler(Scheduler):
     """Learns lengths and acceptance, and cuts a step's requests into pieces with predictions.
 
-    A piece is a prompt's whole group when `keep_groups` is set and there are at least as many prompts as workers, so that siblings
-    can draft for one another; else it is a single request. `costs` as for `QueueCost`, `momentum` and `tail` as for
-    `LengthPredictor`.
+    A piece is a prompt's whole group when `keep_groups` is set and there are at least as many prompts as workers, so
+    that siblings can draft for one another; else it is a single request. `costs` as for `QueueCost`, `momentum` and
+    `tail` as for `LengthPredictor`.
     """
 
     keep_groups: bool = True

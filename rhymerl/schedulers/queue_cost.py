@@ -47,11 +47,11 @@ class QueueLoad:
 class QueueCost:
     """Time of a queue in the unit of `costs`.
 
-    `costs` are points [tokens of a pass, seconds], as `rhymerl bench costs` measures them, or a JSON file {"costs": [...]}
-    of them; a line from the first point to the last one stands for the curve. A queue then takes
-    (base * passes + per_token * verified * total) / tokens_per_pass, where drafting sets tokens_per_pass (tokens emitted a pass
-    and request) and verified (tokens verified for them); both are learned from finished answers.
-    Raises ValueError for a curve that is none.
+    `costs` are points [tokens of a pass, seconds], as `rhymerl bench costs` measures them, or a JSON file {"costs":
+    [...]} of them; a line from the first point to the last one stands for the curve. A queue then takes (base * passes
+    + per_token * verified * total) / tokens_per_pass, where drafting sets tokens_per_pass (tokens emitted a pass and
+    request) and verified (tokens verified for them); both are learned from finished answers. Raises ValueError for a
+    curve that is none.
     """
 
     def __init__(self, costs: str | Path | Points | None = None) -> None:

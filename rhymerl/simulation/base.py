@@ -42,10 +42,10 @@ class LengthSource(ABC):
 class Decoding:
     """The speed at which a worker decodes. Its time unit is that of `costs`; tokens may be fractions.
 
-    A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them. A request is redone along
-    its prefetched tokens up to the first that the next policy does not sample again, as `RunAheadDrafter` does it. Each
-    is sampled again with probability `redo_acceptance`. A pass verifies as many of them as pay, as `GoodputBudget`
-    chooses them, but no more than `redo_nodes`.
+    A pass over running requests verifies `verified` tokens for each and emits `tokens_per_pass` of them. A request is
+    redone along its prefetched tokens up to the first that the next policy does not sample again, as `RunAheadDrafter`
+    does it. Each is sampled again with probability `redo_acceptance`. A pass verifies as many of them as pay, as
+    `GoodputBudget` chooses them, but no more than `redo_nodes`.
     """
 
     costs: CostCurve = field(default_factory=lambda: REFERENCE_COSTS)

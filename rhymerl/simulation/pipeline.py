@@ -30,15 +30,14 @@ _NO_REWARDS: dict[str, float] = {}
 class Simulation:
     """`num_workers` workers answer one step after another; `Versions` says by which policies.
 
-    off: a step begins everywhere when the policy that the step before has trained is there.
-    keep: a worker that has finished its queue begins that of the next step, if all older steps have been trained; so no
-    token is sampled by a policy older than one step.
-    draft: the same, but the tokens are sampled again after the update, along the earlier ones as drafts.
-    auto: draft where that pays (`DraftWherePays`), with plans for workers that wait (`OnPolicyScheduler`).
-    Colocated workers stop while the policy is trained, which takes `train_time`, and gets to them, which takes `weight_delay` more;
-    disaggregated ones go on as `run_ahead` allows.
-    Plans and moves are ordered by the `Coordinator` that a run has, which asks the scheduler to rebalance after each time
-    `rebalance_every`, if it migrates requests; only decoding is simulated.
+    off: a step begins everywhere when the policy that the step before has trained is there. keep: a worker that has
+    finished its queue begins that of the next step, if all older steps have been trained; so no token is sampled by a
+    policy older than one step. draft: the same, but the tokens are sampled again after the update, along the earlier
+    ones as drafts. auto: draft where that pays (`DraftWherePays`), with plans for workers that wait
+    (`OnPolicyScheduler`). Colocated workers stop while the policy is trained, which takes `train_time`, and gets to
+    them, which takes `weight_delay` more; disaggregated ones go on as `run_ahead` allows. Plans and moves are ordered
+    by the `Coordinator` that a run has, which asks the scheduler to rebalance after each time `rebalance_every`, if it
+    migrates requests; only decoding is simulated.
     """
 
     scheduler: Scheduler

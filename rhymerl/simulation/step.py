@@ -19,7 +19,8 @@ class StepRun:
     """Decodes the queues `plan` (indices into the step's requests) from `starts` [W] on.
 
     `drafts` [R] are prefetched tokens along which an answer is sampled again. What a moved request has sampled is
-    recomputed on its new worker in one pass that verifies so many tokens more, or the share `decoding.recomputed` of it.
+    recomputed on its new worker in one pass that verifies so many tokens more, or the share `decoding.recomputed` of
+    it.
     """
 
     def __init__(

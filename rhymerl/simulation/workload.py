@@ -22,8 +22,9 @@ _NO_TOKENS = np.empty(0, np.int32)
 class SyntheticLengths(LengthSource):
     """Log-normal lengths: `between` and `within` prompts are the standard deviations of their logarithm.
 
-    `mean` is that of step 0 before lengths are cut at `cap` tokens; it grows by the share `growth` a step. A data set of `steps_per_epoch`
-    steps is gone through again and again; `rank_correlation` is that of a prompt's log-length from one epoch to the next.
+    `mean` is that of step 0 before lengths are cut at `cap` tokens; it grows by the share `growth` a step. A data set
+    of `steps_per_epoch` steps is gone through again and again; `rank_correlation` is that of a prompt's log-length from
+    one epoch to the next.
     """
 
     prompts_per_step: int = at_least(1, 256)

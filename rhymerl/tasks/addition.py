@@ -14,8 +14,8 @@ from rhymerl.tasks.base import Row, Task, TaskSplit
 class Addition(Task):
     """`What is 47 + 85?` as a chat message, with numbers of up to `max_number`. The last number of the answer counts.
 
-    The smaller number comes first, so a held-out problem is no training problem the other way round. `instruction` is the
-    system message; None leaves it to the chat template.
+    The smaller number comes first, so a held-out problem is no training problem the other way round. `instruction` is
+    the system message; None leaves it to the chat template.
     """
 
     reward = "rhymerl.rewards.numeric_match"

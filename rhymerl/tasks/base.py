@@ -34,7 +34,8 @@ class Task(ABC):
 
     #: Dotted name of the reward function that scores this task's answers; None = the user names one.
     reward: ClassVar[str | None] = None
-    #: As of environments, where it replies: whether the same transcript always gets the same reply, which is then remembered.
+    #: As of environments, where it replies: whether the same transcript always gets the same reply, which is then
+    #: remembered.
     is_pure: ClassVar[bool] = False
     #: The splits' shares of all problems.
     tenths: ClassVar[tuple[TaskSplit, ...]] = _TENTHS

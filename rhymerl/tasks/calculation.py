@@ -18,7 +18,8 @@ _INSTRUCTION = "Use the calculator."
 class Calculation(Task):
     """`What is 482 + 773 + 96?` as chat messages: 2 to `max_terms` numbers of up to `max_number`.
 
-    The last number of the policy's last turn counts. A demonstration calls the tool `calculator` in Hermes' way and repeats the result.
+    The last number of the policy's last turn counts. A demonstration calls the tool `calculator` in Hermes' way and
+    repeats the result.
     """
 
     reward = "rhymerl.tasks.calculation.calculation_reward"

@@ -24,9 +24,9 @@ class ReasoningGym(Task):
     and question in one string. The answer is what stands in the last `<answer>` tags (`answer_tag`; None =
     the whole completion).
 
-    Problems split by their question alone, so a question of one split can never turn up in another: four tenths are for training, as many
-    for validation, the rest for the warm start, whose demonstration is the bare answer, in its tags. Raises ValueError for an unknown
-    data set or settings that it refuses, and when the package is missing.
+    Problems split by their question alone, so a question of one split can never turn up in another: four tenths are for
+    training, as many for validation, the rest for the warm start, whose demonstration is the bare answer, in its tags.
+    Raises ValueError for an unknown data set or settings that it refuses, and when the package is missing.
     """
 
     reward = "rhymerl.rewards.reasoning_gym_reward"

@@ -97,8 +97,8 @@ def micro_batches(
 ) -> list[list[int]]:
     """Split `chosen` into lists of like length whose padded size stays within `max_tokens` (one sample always fits).
 
-    Of all splits of the samples sorted by length it is the one with the fewest padded tokens, each micro-batch counting for
-    some more. If samples share their prompts, these are what is padded.
+    Of all splits of the samples sorted by length it is the one with the fewest padded tokens, each micro-batch counting
+    for some more. If samples share their prompts, these are what is padded.
     """
     parts = units(samples, chosen, max_tokens=max_tokens, shares=shares)
     longest_first = sorted(parts, key=lambda unit: (-unit.width, -unit.extra, unit.samples[0]))
@@ -128,7 +128,8 @@ def passes_of(
 ) -> list[Pass]:
     """Return a rank's passes over its micro-batches, where each rank has been dealt some of the samples.
 
-    Ranks that have to keep `in_step` make as many as the one with most of them: the others add idle ones, over the shortest sample.
+    Ranks that have to keep `in_step` make as many as the one with most of them: the others add idle ones, over the
+    shortest sample.
     """
     counted = dealt if in_step else [dealt[rank]]
     parts = [micro_batches(samples, mine, max_tokens, shares=shares) for mine in counted]

@@ -47,8 +47,8 @@ def seal(file: BinaryIO) -> None:
 def damage(path: Path) -> str | None:
     """Return what is wrong with the file, None when it is whole; where it was sealed, a single wrong bit anywhere is found.
 
-    torch writes a checksum with each record but does not look at it. Reads all of the file, which takes about half a second
-    a GB where the disk is faster than that.
+    torch writes a checksum with each record but does not look at it. Reads all of the file, which takes about half a
+    second a GB where the disk is faster than that.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -111,8 +111,8 @@ def unreadable(where: str, reason: str) -> ConfigError:
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
     """Return a whole checkpoint of ours, its tensors left on the disk; of one in parts the weights' names and shapes.
 
-    Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its checksums are
-    looked at unless that has been done (`is_whole`).
+    Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its
+    checksums are looked at unless that has been done (`is_whole`).
     """
     where = f"{setting}={str(path)!r}"
     if not is_whole and (reason := damage(path)):

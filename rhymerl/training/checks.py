@@ -40,7 +40,8 @@ def warn_of_parts(
 ) -> None:
     """Say, on rank 0, what may surprise people.
 
-    No token ends an answer; a chat template does more than append replies; parts keep a run from repeating bit for bit that should.
+    No token ends an answer; a chat template does more than append replies; parts keep a run from repeating bit for bit
+    that should.
     """
     if not is_first_rank():
         return

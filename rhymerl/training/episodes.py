@@ -51,8 +51,8 @@ def checked_episodes(
 ) -> EpisodeSettings | None:
     """Return what workers need for episodes; None where answers are of one turn.
 
-    Raises ConfigError for an environment that no other process can have, for tools whose results prompts cannot carry, and where the
-    chat template cannot carry replies.
+    Raises ConfigError for an environment that no other process can have, for tools whose results prompts cannot carry,
+    and where the chat template cannot carry replies.
     """
     if environment is None:
         return None

@@ -26,10 +26,10 @@ _RIGHT = 1 - 1e-9  # the reward from which on an answer counts as right; a weigh
 class EvaluationSettings:
     """`samples` answers a validation prompt at `temperature`; all else is the training rollout's.
 
-    A run is evaluated before and after training, and every `every_n_steps` rollout steps in between if that is not 0. `sets`
-    has what is other for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when its reward is at
-    least 1: the one that `right_by` names, or the weighted sum of all. `extract` is the dotted name of a function from a text to the
-    answer in it, for maj@k; by default that of the first reward which has one.
+    A run is evaluated before and after training, and every `every_n_steps` rollout steps in between if that is not 0.
+    `sets` has what is other for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when its
+    reward is at least 1: the one that `right_by` names, or the weighted sum of all. `extract` is the dotted name of a
+    function from a text to the answer in it, for maj@k; by default that of the first reward which has one.
     """
 
     samples: int = 1
@@ -114,8 +114,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority(answers: Sequence[object], right: Sequence[bool]) -> float:
     """Return the chance that the answer given most often is right; None is no vote.
 
-    Among answers given equally often one is taken by lot, so the result is the chance that this one is right. Answers that are
-    extracted alike may have been judged differently: then it is the share of them that were right.
+    Among answers given equally often one is taken by lot, so the result is the chance that this one is right. Answers
+    that are extracted alike may have been judged differently: then it is the share of them that were right.
     """
     votes: dict[object, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
@@ -133,8 +133,8 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt.
 
-    Answers without a reward are left out of its mean, and prompts with such answers out of pass@k and maj@k. Raises RewardError where
-    no answer has one.
+    Answers without a reward are left out of its mean, and prompts with such answers out of pass@k and maj@k. Raises
+    RewardError where no answer has one.
     """
     rewards = [sample.reward for sample in samples if sample.has_reward]
     if not rewards:

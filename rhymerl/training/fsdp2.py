@@ -27,8 +27,8 @@ NAME = "fsdp2"
 class FSDP2Strategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy over torch's `fully_shard`: `trainer.strategy=fsdp2`, on gloo or NCCL.
 
-    With `num_replicas` above 1 the ranks form as many groups that hold all of the weights each (HSDP), and gradients are summed over the
-    groups too.
+    With `num_replicas` above 1 the ranks form as many groups that hold all of the weights each (HSDP), and gradients
+    are summed over the groups too.
     """
 
     def __init__(self, *, num_replicas: int = 1) -> None:
@@ -148,8 +148,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint with this rank's part of its tensors, whatever ranks and whatever strategy have written it.
 
-        Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already, and where ranks have chosen others:
-        one may have seen an older state of a folder that they share.
+        Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already, and
+        where ranks have chosen others: one may have seen an older state of a folder that they share.
         """
         path = Path(checkpoint_path)
         if (first := self.broadcast(path.name)) != path.name:

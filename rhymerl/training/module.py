@@ -72,8 +72,9 @@ Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 class RhymeModule(L.LightningModule):
     """GRPO and its kin under `Trainer.fit(module, datamodule)`.
 
-    Every component may be given as an object or as its config node; `model` also as a directory or hub name.
-    `rewards` None takes the reward of the datamodule's task, else the sum of the environment's; `environment` None what the task replies, if anything. The module holds no state of a rollout.
+    Every component may be given as an object or as its config node; `model` also as a directory or hub name. `rewards`
+    None takes the reward of the datamodule's task, else the sum of the environment's; `environment` None what the task
+    replies, if anything. The module holds no state of a rollout.
     """
 
     reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint in parts: each rank writes its own with torch.distributed.checkpoint, as safetensors.
 
-They lie in a folder beside the checkpoint's file, which is written last: it names the folder and the checksum of each part.
+They lie in a folder beside the checkpoint's file, which is written last: it names the folder and the checksum of each
+part.
 """
 
 from __future__ import annotations

@@ -180,8 +180,9 @@ def _check_requeueing(trainer: Any) -> None:
 def prepare_trainer(trainer: L.Trainer, backend: Backend) -> None:
     """Check as `check_trainer` and `check_backend` do, and prepare the ranks before Lightning opens the process group.
 
-    The model stays without a wrapper. On one machine its store listens where no other machine can reach it. Raises RunError when its port is taken.
-    Each step is logged, unless the Trainer was told otherwise. A fit begins with `warn_of_cores`.
+    The model stays without a wrapper. On one machine its store listens where no other machine can reach it. Raises
+    RunError when its port is taken. Each step is logged, unless the Trainer was told otherwise. A fit begins with
+    `warn_of_cores`.
     """
     try:
         check_trainer(trainer)

@@ -56,10 +56,10 @@ class _Work:
 class Updater:
     """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
-    `backward` and `autocast` are the trainer's own, so that its precision and its strategy hold; a backward adds to this
-    rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are
-    there when the algorithm needs them; the reference may be the model itself if that has adapters. If it `shares_prefixes`, the
-    answers to a prompt are computed behind one copy of it, and what several begin with once.
+    `backward` and `autocast` are the trainer's own, so that its precision and its strategy hold; a backward adds to
+    this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are there when the algorithm
+    needs them; the reference may be the model itself if that has adapters. If it `shares_prefixes`, the answers to a
+    prompt are computed behind one copy of it, and what several begin with once.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Updater:
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         """Run all mini-batches of the step, in an order that follows from (seed, step); returns metrics.
 
-        Samples without a reward are left out; where none has one, nothing is trained. This is a collective: every rank gives all samples of the step in the same order. All get the same metrics but
-        for times.
+        Samples without a reward are left out; where none has one, nothing is trained. This is a collective: every rank
+        gives all samples of the step in the same order. All get the same metrics but for times.
         """
         counted = [i for i, sample in enumerate(samples) if sample.has_reward] or range(len(samples))
         self._places = {i: place for place, i in enumerate(counted)}

@@ -46,9 +46,10 @@ class RunAheadRule:
 class DraftWherePays(RunAheadRule):
     """Begins the next step unless that has brought less than 2 % of the tokens of the latest step that was begun so.
 
-    Tokens that were sampled ahead pay where the next policy samples them again, in passes with many of them. How many it does
-    depends on how far an update moves the policy, on the lengths of answers and on the time that workers have for them; their
-    share of a step's tokens says all of that at once. Every eighth step is begun whatever the share was, because updates may have become smaller.
+    Tokens that were sampled ahead pay where the next policy samples them again, in passes with many of them. How many
+    it does depends on how far an update moves the policy, on the lengths of answers and on the time that workers have
+    for them; their share of a step's tokens says all of that at once. Every eighth step is begun whatever the share
+    was, because updates may have become smaller.
     """
 
     def __init__(self) -> None:

@@ -25,8 +25,9 @@ RunAhead = Literal["off", "draft", "keep", "auto"]
 def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
     """Raise ValueError for a mode that does not exist, or that the staleness allowed (in steps) rules out.
 
-    off: it waits. draft: it begins the next step, whose tokens are sampled again after the update, along the earlier ones as
-    drafts. keep: it begins the next step, and its tokens stay in the answers. auto: off or draft, whichever pays (`DraftWherePays`).
+    off: it waits. draft: it begins the next step, whose tokens are sampled again after the update, along the earlier
+    ones as drafts. keep: it begins the next step, and its tokens stay in the answers. auto: off or draft, whichever
+    pays (`DraftWherePays`).
     """
     if run_ahead not in get_args(RunAhead):
         raise ValueError(f"run_ahead={run_ahead!r}: expected one of {', '.join(get_args(RunAhead))}")

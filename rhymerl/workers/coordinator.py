@@ -86,11 +86,11 @@ def wants_progress(scheduler: Scheduler) -> bool:
 class Coordinator:
     """Asks the scheduler on behalf of all workers.
 
-    Outside of training nothing moves. In a step of it a scheduler that migrates is asked for moves whenever `clock` (without one:
-    the number of calls) has gone on by `every`, and right before the plan of the next step, which is made when a worker has
-    nearly nothing left to do. Where prefetched answers are kept (`keeps`), the
-    scheduler observes what is unfinished then; otherwise all workers begin the next step together. Workers that work on while the policy is trained
-    (`works_on`) get that plan also where everything has been answered before anybody asked.
+    Outside of training nothing moves. In a step of it a scheduler that migrates is asked for moves whenever `clock`
+    (without one: the number of calls) has gone on by `every`, and right before the plan of the next step, which is made
+    when a worker has nearly nothing left to do. Where prefetched answers are kept (`keeps`), the scheduler observes
+    what is unfinished then; otherwise all workers begin the next step together. Workers that work on while the policy
+    is trained (`works_on`) get that plan also where everything has been answered before anybody asked.
     """
 
     def __init__(

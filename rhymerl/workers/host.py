@@ -1,9 +1,9 @@
 """The host of a worker's engine: the life of a request, from where it is given to a worker to where its answer leaves it.
 
-It is the same on a trainer's rank, which steps its host itself (`ranks`), and in a worker apart from it, which is told by messages
-(`remote/host`). A request is `submit`ted and waits. `decode` hands the engine those that go first, and takes what has ended. Others
-wait with what they have: behind earlier steps, for an environment's reply, or, as a draft, for the policy that is to sample them.
-`withdraw` gives them back.
+It is the same on a trainer's rank, which steps its host itself (`ranks`), and in a worker apart from it, which is told
+by messages (`remote/host`). A request is `submit`ted and waits. `decode` hands the engine those that go first, and
+takes what has ended. Others wait with what they have: behind earlier steps, for an environment's reply, or, as a draft,
+for the policy that is to sample them. `withdraw` gives them back.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class HostJob:
 class Host:
     """Answers requests in the order of their priorities: steps of training by number, evaluations before them.
 
-    `beside` is how many requests of later steps run beside those of an earlier one, None: those that run already. With `episodes`
-    an answer goes on behind an environment's reply. Whoever has a host takes what has `finished` and what was `released` from these lists.
+    `beside` is how many requests of later steps run beside those of an earlier one, None: those that run already. With
+    `episodes` an answer goes on behind an environment's reply. Whoever has a host takes what has `finished` and what
+    was `released` from these lists.
     """
 
     def __init__(

@@ -156,8 +156,8 @@ class RankStep:
 class RankWorkers(Workers):
     """This rank's worker over `backend`, which has been started, and the way to the others.
 
-    With `lockstep` nothing follows the clock, so that a run over several ranks repeats bit for bit. Raises ValueError for a backend
-    that cannot keep step.
+    With `lockstep` nothing follows the clock, so that a run over several ranks repeats bit for bit. Raises ValueError
+    for a backend that cannot keep step.
     """
 
     def __init__(

@@ -94,8 +94,8 @@ def test_generalized_advantages_by_hand():
 
 def test_generalized_advantages_with_a_value_behind_the_last_token_by_hand():
     # gamma = 1/2, lambda = 1/2, and 6 behind the last token of the first answer, 0 behind that of the second.
-    # Errors from behind: 1 + 1/2 * 6 - 2 = 2; 0 + 1/2 * 2 - 4 = -3; 0 + 1/2 * 4 - 1 = 1. Sums: 2; -3 + 2/4 = -2.5; 1 - 2.5/4 = 0.375.
-    # The second answer: 5 + 0 - 3 = 2.
+    # Errors from behind: 1 + 1/2 * 6 - 2 = 2; 0 + 1/2 * 2 - 4 = -3; 0 + 1/2 * 4 - 1 = 1. Sums: 2; -3 + 2/4 = -2.5; 1 -
+    # 2.5/4 = 0.375. The second answer: 5 + 0 - 3 = 2.
     mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
     rewards, values = rows([0, 0, 1, 9], [5, 9, 9, 9]), rows([1, 4, 2, 9], [3, 9, 9, 9])
     found = generalized_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5, final_values=tensor(6, 0))

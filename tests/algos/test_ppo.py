@@ -41,8 +41,8 @@ def test_advantages_and_returns_by_hand():
 
 
 def test_a_cut_answer_is_worth_what_the_critic_expects_behind_it_by_hand():
-    # As above without the divergence, with 10 behind the first answer, which was cut, and 7 behind the second, which had ended:
-    # 3 + 10 - 2 = 11, 0 + 2 - 1 = 1; 5 - 4 = 1. With lambda = 1/2: 11, 1 + 5.5; 1. Returns: plus the values.
+    # As above without the divergence, with 10 behind the first answer, which was cut, and 7 behind the second, which
+    # had ended: 3 + 10 - 2 = 11, 0 + 2 - 1 = 1; 5 - 4 = 1. With lambda = 1/2: 11, 1 + 5.5; 1. Returns: plus the values.
     batch = replace(two_answers(), is_truncated=torch.tensor([True, False]), final_values=tensor(10, 7))
     found = PPO(gae_lambda=0.5, whiten=False, bootstrap_truncated=True).prepare(batch)
     close(found.advantages, rows([6.5, 11], [1, 0]))

@@ -61,8 +61,9 @@ def test_draft_rules_say_what_is_accepted_where_answers_come_again(run: Run, tmp
     ends = {"reward": 1.0, "finish_reason": "stop"}
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps({**line, **ends}) + "\n" for line in lines))
     result = run("drafting.draft_rules", str(tmp_path / "trace.jsonl"), "--nodes", "4")
-    # Nothing is known in the first epoch. In the second, 4 drafted tokens and the next one are an answer, or leave one token of it: 11
-    # tokens in 3 passes. The paper's rule looks for 3 tokens, the prompt's among them, so it drafts in the third pass of each: 6 passes.
+    # Nothing is known in the first epoch. In the second, 4 drafted tokens and the next one are an answer, or leave one
+    # token of it: 11 tokens in 3 passes. The paper's rule looks for 3 tokens, the prompt's among them, so it drafts in
+    # the third pass of each: 6 passes.
     by_rule = {row["rule"]: [row["1"], row["2"]] for row in result["rows"]}
     assert by_rule == {"rhymerl": [1, 3.667], "n-gram": [1, 1], "longest match": [1, 1.833], "oracle": [1, 3.667]}
     accepted = result["courses"]["trace"]["accepted"]["2"]

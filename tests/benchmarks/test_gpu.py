@@ -96,7 +96,8 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-# -- what is kept --------------------------------------------------------------------------------------------------------
+# -- what is kept
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_it_goes_on_after_a_kill_with_the_rows_that_are_left_and_in_another_checkout(tmp_path: Path) -> None:
@@ -211,7 +212,8 @@ def test_a_compiler_works_beside_parts_that_need_it_and_ends_with_them(
     assert not Path(f"/proc/{name.read_text()}").exists()
 
 
-# -- what is said --------------------------------------------------------------------------------------------------------
+# -- what is said
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_bare_python_says_the_order_the_limits_and_what_is_missing(tmp_path: Path) -> None:
@@ -303,7 +305,8 @@ def test_a_tree_without_git_has_the_commit_that_it_is_told(monkeypatch: pytest.M
     assert record.commit() == "abc"
 
 
-# -- the command itself, on a CPU ---------------------------------------------------------------------------------------
+# -- the command itself, on a CPU
+# ---------------------------------------------------------------------------------------
 
 
 def command(root: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

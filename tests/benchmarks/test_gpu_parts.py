@@ -42,7 +42,8 @@ def script_of(part: gpu_parts.Part) -> str | None:
     return part.words[1] if part.words[1].startswith("benchmarks.") else None
 
 
-# -- the parts -----------------------------------------------------------------------------------------------------------
+# -- the parts
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_parts_end_within_what_a_command_may_take_and_the_first_ten_within_a_quarter_of_an_hour() -> None:
@@ -129,7 +130,8 @@ def test_parts_import_no_package_that_they_do_not_name() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# -- on a CPU ------------------------------------------------------------------------------------------------------------
+# -- on a CPU
+# ------------------------------------------------------------------------------------------------------------
 
 KEYS = {
     "machine": [["none"]],

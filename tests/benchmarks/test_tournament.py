@@ -72,8 +72,9 @@ def test_april_goes_on_with_what_was_unfinished() -> None:
     scheduler = tournament.APRILScheduler(prompts=1, group_size=1)
     simulation = tournament.EarlyStopSimulation(scheduler, works, num_workers=2, decoding=Decoding(), every=1000.0)
     steps = simulation.run()
-    # Each worker has one answer, so a pass takes 129 / 128. 2 tokens end first; 7 has 2 of its tokens then, and goes on beside 5.
-    # These begin with 5 each, and tokens that are computed again take 1 / 128 each: 5 ends first. 7 has 5 - 2 / 129 more of them.
+    # Each worker has one answer, so a pass takes 129 / 128. 2 tokens end first; 7 has 2 of its tokens then, and goes on
+    # beside 5. These begin with 5 each, and tokens that are computed again take 1 / 128 each: 5 ends first. 7 has 5 - 2
+    # / 129 more of them.
     assert [answer.length for answer in steps[0].answers + steps[1].answers] == [2, 5]
     assert steps[0].end == pytest.approx(2 * 129 / 128)
     assert steps[1].end - steps[0].end == pytest.approx(5 * 129 / 128)

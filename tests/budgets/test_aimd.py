@@ -52,7 +52,8 @@ def test_each_request_has_its_own_window_until_it_leaves():
     assert budget.limits(requests).tolist() == [6, 4, 4]
     budget.finish(requests[0])
     budget.finish(requests[0])  # again: nothing is known of it
-    # SGLang's passes are told of when the next one is prepared: by then it has left, and says nothing of one with its name.
+    # SGLang's passes are told of when the next one is prepared: by then it has left, and says nothing of one with its
+    # name.
     learn(budget, requests[:1], [(6, 6)])
     assert budget.limits(requests).tolist() == [2, 4, 4]
 

@@ -29,5 +29,6 @@ def test_each_pass_is_weighed_with_the_keys_that_it_read():
     for request in requests:
         totals.leave(request)
     found = totals.speedup(Reads())
-    # Without drafts two passes, each of two rows that read a hundred keys; with them one, in which two nodes read as many.
+    # Without drafts two passes, each of two rows that read a hundred keys; with them one, in which two nodes read as
+    # many.
     assert (found.part, found.whole) == (2 * 3.0, 5.0)

@@ -316,7 +316,8 @@ def test_metrics_are_of_what_has_been_since():
     drafts = DraftBatch.pack([chain(2, 0.9), chain(1, 0.9)])
     assert budget.trim(requests, drafts).all()
     budget.learn(outcome_of(drafts, np.ones(3)))
-    # Without drafts the requests would have taken 3 and 2 passes, each at a cost of 1; they took one, at 1 for its 5 tokens.
+    # Without drafts the requests would have taken 3 and 2 passes, each at a cost of 1; they took one, at 1 for its 5
+    # tokens.
     assert budget.metrics() == {
         "budget/nodes_per_pass": 3.0,
         "budget/paused_frac": 0.0,

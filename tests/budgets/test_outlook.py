@@ -76,7 +76,8 @@ def test_a_probe_tells_how_much_better_drafts_have_become_beyond_its_own_nodes()
     outlook = learned(of_8=0.5)
     outlook.learn(8, np.array([0.0, 8.0]), 8, probed=1)
     once = outlook._tokens[3]
-    # A first node that is always accepted instead of half the time: the second one counts twice as much, too. Three tenths of it.
+    # A first node that is always accepted instead of half the time: the second one counts twice as much, too. Three
+    # tenths of it.
     assert once[2] == pytest.approx(0.7 * 0.5 + 0.3 * 1.0)
     assert once[3] == pytest.approx(0.7 * 1.0 + 0.3 * 2.0)
 

@@ -56,7 +56,8 @@ def test_where_nothing_is_fixed_all_tokens_are_worth_the_same():
 
 
 def test_where_all_is_fixed_the_last_request_decides():
-    # Spread: a tenth of the mean length of 37.5. Two requests that are both expected to be the last share what it is worth.
+    # Spread: a tenth of the mean length of 37.5. Two requests that are both expected to be the last share what it is
+    # worth.
     requests = make_requests(4)
     worth = worth_of(requests, [10, 20, 40, 80])
     np.testing.assert_allclose(worth.weights(requests, np.zeros(4, np.int64), FIXED), [0, 0, 0, 4], atol=1e-3)

@@ -1,7 +1,7 @@
 """Triton's interpreter in a process of its own, since the choice of it is made when triton is imported, by a variable.
 
-Parent and child exchange pickles on the child's standard input and output: the arguments of a function one way, what it returns the
-other.
+Parent and child exchange pickles on the child's standard input and output: the arguments of a function one way, what it
+returns the other.
 """
 
 from __future__ import annotations

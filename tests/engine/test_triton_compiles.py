@@ -54,7 +54,8 @@ def compiled(
 ) -> dict[str, Any]:
     """Return what a kernel becomes for logits of this dtype on a GPU of this capability, by the name of each form.
 
-    With `aligned` it knows that what pointers point at begins at multiples of 16 bytes, as it does when tensors are given.
+    With `aligned` it knows that what pointers point at begins at multiples of 16 bytes, as it does when tensors are
+    given.
     """
     import triton
     from triton.backends.compiler import GPUTarget

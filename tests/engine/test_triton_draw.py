@@ -107,7 +107,8 @@ def check(kernel, draws, *, at_most_unsure=0.05, **options):
     return tokens
 
 
-# 11 is less than a block, 513 and 5 001 do not fill their last, and the larger ones are read in larger blocks to take less time.
+# 11 is less than a block, 513 and 5 001 do not fill their last, and the larger ones are read in larger blocks to take
+# less time.
 SIZES = [(30, 11, 512), (30, 513, 512), (8, 5001, 1024), (4, 32_000, 4096), (2, 151_936, 16_384)]
 
 

@@ -32,7 +32,8 @@ KINDS = ("grpo", "ppo", "lora")
 
 
 def module_for(kind: str, *, is_alone: bool, drafts: bool, dtype: str, whole_copy: bool) -> RhymeModule:
-    # The norms of other families compute in float32, and biases of keys have no gradient: Adam would blow up what rounding leaves there.
+    # The norms of other families compute in float32, and biases of keys have no gradient: Adam would blow up what
+    # rounding leaves there.
     policy = tiny_policy("starcoder2", dtype=dtype, use_bias=False, context=64, peaked=2.0, tied=kind == "grpo")
     parts: dict[str, Any] = {"algo": GRPO(kl_coef=0.1)}
     if kind == "ppo":

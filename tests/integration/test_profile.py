@@ -38,7 +38,8 @@ def test_a_trace_has_steps_passes_rewards_and_updates(
     steps = {each["name"]: each for each in shown if each["cat"] == "steps"}
     passes = [each for each in shown if each["cat"] == "passes"]
     assert len(passes) > 10
-    # A step's end may be noted late, and its beginning with it, but nothing of it happens before the end of the step before.
+    # A step's end may be noted late, and its beginning with it, but nothing of it happens before the end of the step
+    # before.
     end_of = {0: 0.0, **{number: steps[f"step {number}"]["ts"] + steps[f"step {number}"]["dur"] for number in (1, 2)}}
     for each in [*passes, *(each for each in shown if each["cat"] == "rewards")]:
         number = each["args"]["step"]

@@ -111,7 +111,8 @@ def test_told_to_end_either_rank_saves_at_the_end_of_the_step(rank, settings, tm
         process.join(600)
         process.kill()
     codes = [process.exitcode for process in processes]
-    # The other ranks' code is no failure, for which a launcher would kill rank 0; and rank 0 knows of no signal to rank 1.
+    # The other ranks' code is no failure, for which a launcher would kill rank 0; and rank 0 knows of no signal to rank
+    # 1.
     assert codes == [128 + (signal.SIGTERM if rank == 0 else signal.SIGINT), 0], said(tmp_path / "output", rank)
     assert "Stopping after this step; SIGTERM again stops at once." in said(tmp_path / "output", rank)
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2

@@ -79,7 +79,8 @@ def test_adapters_stay_in_float32(precision, tmp_path):
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# ---------------------------------------------------------------------------------------------------------
 
 
 def on_ranks(size: int, folder: Path, name: str, strategy: str, **settings: Any) -> dict[str, torch.Tensor]:
@@ -191,7 +192,8 @@ def test_killed_at_any_instant_it_resumes_to_the_last_bit(tmp_path):
     assert furthest(on_ranks(2, tmp_path, "resumed", "fsdp2", **settings), whole) == 0.0
 
 
-# -- killed while a checkpoint is written --------------------------------------------------------------------------------
+# -- killed while a checkpoint is written
+# --------------------------------------------------------------------------------
 
 
 def kill_at(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

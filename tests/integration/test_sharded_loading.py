@@ -131,7 +131,8 @@ def test_under_bf16_true_they_are_cast_as_they_come(is_tied, tmp_path):
     assert (tmp_path / "fingerprint").read_text() == fingerprint(expected), "of the weights as they are on the disk"
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory
+# --------------------------------------------------------------------------------------------------------------
 
 
 def bytes_held() -> int:

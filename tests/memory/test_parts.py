@@ -32,7 +32,8 @@ TRUE = setup_of_sizes(**QWEN, itemsize=2, compute_itemsize=2)
 @pytest.mark.parametrize(
     ("setup", "expected"),
     [
-        # norms 2 * 896 * 8 = 14336; q, k, v, output 4 * 896 * 4 = 14336; MLP 3 * 4864 * 4 = 58368; inputs (3 * 896 + 4864) * 4 = 30208
+        # norms 2 * 896 * 8 = 14336; q, k, v, output 4 * 896 * 4 = 14336; MLP 3 * 4864 * 4 = 58368; inputs (3 * 896 +
+        # 4864) * 4 = 30208
         (HALF_BILLION, 117_248),
         # 14336; 7168; 29184; copies of inputs (6 * 896 + 4864) * 2 = 20480
         (MIXED, 71_168),

@@ -18,7 +18,8 @@ import torch
 from rhymerl.callbacks import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[2]
-# Twelve problems, four a step: three steps a pass, six in all. In float64, so that tokens follow from the weights alone.
+# Twelve problems, four a step: three steps a pass, six in all. In float64, so that tokens follow from the weights
+# alone.
 SETTINGS = [
     "fit",
     "--config=quickstart_ray",

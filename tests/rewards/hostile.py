@@ -1,7 +1,7 @@
 """Answers that mean harm, by what they try. Each passes its test only if it succeeds: none may.
 
-Words in capitals are filled in: SECRET is in the environment of whoever runs them, FOLDER is a folder of theirs with a file
-`secret`, TEMPORARY and HOME are those of the machine, CALLER is a process and PORT one that listens.
+Words in capitals are filled in: SECRET is in the environment of whoever runs them, FOLDER is a folder of theirs with a
+file `secret`, TEMPORARY and HOME are those of the machine, CALLER is a process and PORT one that listens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tries every attack on a machine that offers less than this one: `python machines.py KIND FOLDER PORT`.
 
-Prints one JSON object: what the machine lacks, how a run is refused on it, and by attack how many tests passed and what failed.
+Prints one JSON object: what the machine lacks, how a run is refused on it, and by attack how many tests passed and what
+failed.
 """
 
 from __future__ import annotations

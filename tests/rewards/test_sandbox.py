@@ -172,7 +172,8 @@ def test_tests_that_hand_over_what_can_be_made_to_lie_judge_nobody(test: str, ki
     assert report.passed == 1
 
 
-# -- what it may not -----------------------------------------------------------------------------------------------------
+# -- what it may not
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +325,8 @@ def own_descendants(others: Collection[int]) -> list[int]:
     return [pid for pid in descendants() if pid not in others]
 
 
-# -- its parts -----------------------------------------------------------------------------------------------------------
+# -- its parts
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,8 @@ def test_one_rank_of_eight(large, capsys):
     assert found["fits"] is False
     assert found["nearest"] == ["update.activation_checkpointing=true"]
     assert planned(capsys, *words, "update.activation_checkpointing=true")["fits"] is True
-    # Each backward gathers all weights twice in bfloat16 and scatters sums in float32; rank 0 gets the parts for workers in float32.
+    # Each backward gathers all weights twice in bfloat16 and scatters sums in float32; rank 0 gets the parts for
+    # workers in float32.
     sent, each = found["sent_bytes_per_step"], 7 * PARAMETERS // 8
     backwards = found["backwards_per_step"]
     assert sent == {"gathers": backwards * 4 * each, "gradients": backwards * 4 * each, "weights": 4 * PARAMETERS // 8}
@@ -162,7 +163,8 @@ def test_words_for_people(large, capsys):
     assert "data.max_prompt_tokens is not set" in said
 
 
-# -- the nearest settings ------------------------------------------------------------------------------------------------
+# -- the nearest settings
+# ------------------------------------------------------------------------------------------------
 
 STRATEGIES = {
     "ddp": [],

@@ -76,8 +76,8 @@ def test_workers_left_over_go_where_a_worker_has_most_to_save():
 @pytest.mark.parametrize(
     ("lengths", "settings", "slots", "sizes"),
     [
-        # Groups of 80, 160 and 880 tokens. The first one has to be done at 30, with three workers; the last one gets two of the others.
-        # A worker has 30 + 800 tokens at most in two steps, and 40 + 800 with tier 1.
+        # Groups of 80, 160 and 880 tokens. The first one has to be done at 30, with three workers; the last one gets
+        # two of the others. A worker has 30 + 800 tokens at most in two steps, and 40 + 800 with tier 1.
         ([10, 10, 20, 20, 20, 200], {}, None, [3, 3, 2, 8, 4, 4]),
         ([10, 10, 20, 20, 20, 200], {"train_time": 100.0}, None, [8, 4, 4, 3, 3, 2]),  # one worker is done early enough
         ([10, 10, 20, 20, 20, 200], {"tier": 1}, None, [4] * 6),
@@ -85,7 +85,8 @@ def test_workers_left_over_go_where_a_worker_has_most_to_save():
         ([10, 10, 20, 20, 20, 200], {"max_workers": 5}, None, [4] * 6),  # the first group alone leaves too few
         # If a worker answers all at once, splitting a group saves no pass: 20 + 200, and 10 + 200 with tier 1.
         ([10, 10, 20, 20, 20, 200], {"costs": PASSES_ALONE}, None, [4] * 6),
-        # If it answers two at a time, three workers take 220 passes for the last group: 20 + 220, and 20 + 400 with tier 1.
+        # If it answers two at a time, three workers take 220 passes for the last group: 20 + 220, and 20 + 400 with
+        # tier 1.
         ([10, 10, 20, 20, 20, 200], {"costs": PASSES_ALONE}, 2, [4, 4, 8, 3, 3, 2]),
     ],
 )

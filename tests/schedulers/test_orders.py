@@ -88,8 +88,9 @@ def test_paced_halves_take_turns_while_workers_run_ahead():
 
 
 def test_paced_knows_how_many_run_side_by_side():
-    # Two answers of 200 on the first worker leave time for all others on the second. Two at a time, these would take 600 passes,
-    # and 100 more until the last has ended; four of them on the first one are 400 and 200 there, 400 and 100 on the second.
+    # Two answers of 200 on the first worker leave time for all others on the second. Two at a time, these would take
+    # 600 passes, and 100 more until the last has ended; four of them on the first one are 400 and 200 there, 400 and
+    # 100 on the second.
     scheduler = PacedScheduler()
     scheduler.learn(samples_for([[200] * 2, *([100] * 2 for _ in range(6))]))
     assert [len(queue) for queue in scheduler.plan(requests_for(7, 2), 2, 1)] == [2, 12]
@@ -98,7 +99,8 @@ def test_paced_knows_how_many_run_side_by_side():
 
 
 def test_packed_knows_how_many_run_side_by_side():
-    # Passes cost the same whatever is in them: one worker answers all of 60 while the other answers those of 100. Two at a time, it would take 180.
+    # Passes cost the same whatever is in them: one worker answers all of 60 while the other answers those of 100. Two
+    # at a time, it would take 180.
     scheduler = PackedScheduler(costs=[[1, 1.0], [1000, 1.0]])
     scheduler.learn(samples_for([[100] * 2, *([60] * 2 for _ in range(3))]))
     assert [len(queue) for queue in scheduler.plan(requests_for(4, 2), 2, 1)] == [2, 6]

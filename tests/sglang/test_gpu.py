@@ -1,6 +1,7 @@
 """The same on a GPU: overlapping passes, CUDA graphs, weights that are handed over in place. Run by hand where there is one.
 
-RHYMERL_SGLANG_GPU, a JSON object, adds to the backend's `arguments` and `environment`, for machines that lack some kernels.
+RHYMERL_SGLANG_GPU, a JSON object, adds to the backend's `arguments` and `environment`, for machines that lack some
+kernels.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def test_slots_by_hand():
 
 
 def test_prefetched_tokens_are_verified_several_at_a_time():
-    # With 3 nodes and acceptance 1 a pass emits 4 tokens and verifies 4: 8 tokens in 2 passes of 1 + 4/128, 5 more in 5 plain ones.
+    # With 3 nodes and acceptance 1 a pass emits 4 tokens and verifies 4: 8 tokens in 2 passes of 1 + 4/128, 5 more in 5
+    # plain ones.
     it = course([13], drafts=[8], redo_acceptance=1.0, redo_nodes=3)
     assert it.end == pytest.approx(2 * (1 + 4 / 128) + 5 * (1 + 1 / 128))
     assert it.sampled(1 + 4 / 128).tolist() == pytest.approx([4])

@@ -60,7 +60,8 @@ def test_off_by_hand():
 
 
 def test_draft_by_hand():
-    # Worker 1 is idle for 4 passes of step 0 and draws 4 of its 6 tokens of step 1, which are then verified 4 at a time.
+    # Worker 1 is idle for 4 passes of step 0 and draws 4 of its 6 tokens of step 1, which are then verified 4 at a
+    # time.
     decoding = Decoding(redo_acceptance=1.0, redo_nodes=3)
     it = Simulation(FIFOScheduler(), num_workers=2, run_ahead="draft", decoding=decoding).run(
         [work([6, 2]), work([2, 6])]
@@ -139,7 +140,8 @@ def test_run_ahead_tokens_are_right_up_to_the_first_miss_by_hand():
 
 
 def test_nodes_that_pay_by_hand():
-    # A pass costs 1 up to 4 tokens and 1 more for each beyond. Two requests that are always right: 4 tokens for 1, or 6 for 3, 8 for 5.
+    # A pass costs 1 up to 4 tokens and 1 more for each beyond. Two requests that are always right: 4 tokens for 1, or 6
+    # for 3, 8 for 5.
     costs = CostCurve([(0, 1.0), (4, 1.0), (104, 101.0)])
     certain = Decoding(costs=costs, redo_acceptance=1.0, redo_nodes=3)
     assert certain.nodes_that_pay(2, 0) == 1
@@ -270,8 +272,8 @@ class Handing(Scheduler):
 
 @pytest.mark.parametrize("recomputed", [1.0, 0.5, 0.0])
 def test_a_move_by_hand(recomputed):
-    # Two requests of 10 and 20 tokens on worker 0. After 4 passes of two the longer one moves: its 4 tokens are recomputed at 4/128
-    # (or half of them, or none), and 16 passes are left; worker 0 has 6 passes of one to go.
+    # Two requests of 10 and 20 tokens on worker 0. After 4 passes of two the longer one moves: its 4 tokens are
+    # recomputed at 4/128 (or half of them, or none), and 16 passes are left; worker 0 has 6 passes of one to go.
     scheduler = Handing("1/0")
     two = 1 + 2 / 128
     decoding = Decoding(recomputed=recomputed)

@@ -90,7 +90,8 @@ def test_a_rank_holds_what_is_said(size, tmp_path):
                 assert said["gradients"] < said["weights"] / 2
 
 
-# -- what is sent --------------------------------------------------------------------------------------------------------
+# -- what is sent
+# --------------------------------------------------------------------------------------------------------
 
 
 # As versions of torch call them.

@@ -260,7 +260,8 @@ def test_what_answers_begin_with_is_there_once():
         for token in layout.input_ids[0, each.read[:, -each.width :]].flatten().tolist()
     ]
     assert sorted(token for token in read if token) == [2, 5, 6, 6, 7, 8, 9]
-    # After the prompt 5 or 2, after 5 only 6 and so on, after 5 6 7 either 8 or 3: as many as there are different beginnings.
+    # After the prompt 5 or 2, after 5 only 6 and so on, after 5 6 7 either 8 or 3: as many as there are different
+    # beginnings.
     assert len(batch.targets) == len({tuple(each[:end]) for each in words for end in range(1, len(each) + 1)})
     assert batch.scatter(batch.targets).tolist() == [[*each, *[0] * (6 - len(each))] for each in words]
 

@@ -17,8 +17,8 @@ Group = Sequence[RolloutRequest]  # all answers to a prompt that may be asked fo
 def redeal(progress: Progress, priority: Callable[[RolloutRequest], Any]) -> list[Move]:
     """Return moves after which waiting requests stand behind the running ones by ascending priority, as many on each worker.
 
-    This stands in for a queue that all workers share. A moved request goes to the end of its new worker's queue, and one that stays keeps its
-    place; so all that wait change workers.
+    This stands in for a queue that all workers share. A moved request goes to the end of its new worker's queue, and
+    one that stays keeps its place; so all that wait change workers.
     """
     num_workers = len(progress.planned)
     if num_workers == 1:
@@ -43,10 +43,10 @@ def is_uneven(progress: Progress) -> bool:
 class EarlyStopScheduler(Scheduler):
     """A scheduler that also says what a step launches and when it ends.
 
-    rhymerl's Scheduler has no such hooks, and is not to have them: its plan is a partition of the step's requests, and a step ends when
-    all of them are answered, so that no rule can change which answers are trained on. Training refuses a plan that is none; these rules run in
-    tournament.py alone. Hooks are called in this order: `launch`, `plan`, `finished` for each answer as it ends (`rebalance` from time
-    to time), `trained`.
+    rhymerl's Scheduler has no such hooks, and is not to have them: its plan is a partition of the step's requests, and
+    a step ends when all of them are answered, so that no rule can change which answers are trained on. Training refuses
+    a plan that is none; these rules run in tournament.py alone. Hooks are called in this order: `launch`, `plan`,
+    `finished` for each answer as it ends (`rebalance` from time to time), `trained`.
     """
 
     def __init__(self, *, prompts: int, group_size: int) -> None:

@@ -10,12 +10,13 @@ from rhymerl.schedulers import FIFOScheduler, Move, Progress
 class LaminarScheduler(FIFOScheduler):
     """Workers that ramp down are packed onto as few of them as will hold their requests; the others are free for the next step.
 
-    A worker ramps down when nothing waits on it and its keys and values have become fewer since the last look. From the emptiest on,
-    each gives all its requests to the fullest other one where they fit (best fit): together at most `max_requests`, so that passes stay
-    cheap, and at most as many tokens as any worker has had.
+    A worker ramps down when nothing waits on it and its keys and values have become fewer since the last look. From the
+    emptiest on, each gives all its requests to the fullest other one where they fit (best fit): together at most
+    `max_requests`, so that passes stay cheap, and at most as many tokens as any worker has had.
 
-    Left out: answers that are trained on one by one as they end, from a buffer, and workers that fetch weights whenever they are free. Here, as
-    with all of rhymerl's rules, the answers of a step are trained on together and are at most one step old.
+    Left out: answers that are trained on one by one as they end, from a buffer, and workers that fetch weights whenever
+    they are free. Here, as with all of rhymerl's rules, the answers of a step are trained on together and are at most
+    one step old.
     """
 
     def __init__(self, *, max_requests: int = 32) -> None:

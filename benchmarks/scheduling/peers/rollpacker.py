@@ -12,11 +12,13 @@ from rhymerl.types import RolloutRequest
 class RollPackerScheduler(EarlyStopScheduler):
     """Short steps launch `over` times as many prompts, and answers to each, as they train on, and take the first to end.
 
-    The prompts that were too slow are kept. When there are enough for a step, they make a long one, in which each has as many answers as
-    are trained on and all are waited for. As everything is sampled by the newest policy, their answers begin anew.
+    The prompts that were too slow are kept. When there are enough for a step, they make a long one, in which each has
+    as many answers as are trained on and all are waited for. As everything is sampled by the newest policy, their
+    answers begin anew.
 
-    Left out: the other parts of the system (elastic parallelism, scheduling of rewards, training on a stream), and that surplus answers stop
-    as soon as their prompt has enough: here they run until the step ends. The paper's over is 1.25.
+    Left out: the other parts of the system (elastic parallelism, scheduling of rewards, training on a stream), and that
+    surplus answers stop as soon as their prompt has enough: here they run until the step ends. The paper's over is
+    1.25.
     """
 
     def __init__(self, *, prompts: int, group_size: int, over: float = 1.25) -> None:

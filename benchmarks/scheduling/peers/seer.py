@@ -15,13 +15,14 @@ from rhymerl.types import RolloutRequest
 class SeerScheduler(Scheduler):
     """The first request of a group goes ahead of all others; how long it gets says how long its siblings are, and the longest groups go first.
 
-    A group's estimate is the longest of its finished answers, and the limit before there is one. Groups are divided: waiting requests
-    stand in one queue for all workers, by estimate. Running ones are divided too, into `chunks` of the limit: at the end of a
-    chunk a request may go on where fewer requests run.
+    A group's estimate is the longest of its finished answers, and the limit before there is one. Groups are divided:
+    waiting requests stand in one queue for all workers, by estimate. Running ones are divided too, into `chunks` of the
+    limit: at the end of a chunk a request may go on where fewer requests run.
 
-    Its workers share a pool of keys and values: the tournament computes nothing again for a request that moves. Left out: speculative
-    decoding within a group, an order among the first requests by what they have sampled so far, and that a request goes back to the queue
-    at the end of a chunk while others wait. `Progress` does not say how long finished answers were: they count as what was seen of them last.
+    Its workers share a pool of keys and values: the tournament computes nothing again for a request that moves. Left
+    out: speculative decoding within a group, an order among the first requests by what they have sampled so far, and
+    that a request goes back to the queue at the end of a chunk while others wait. `Progress` does not say how long
+    finished answers were: they count as what was seen of them last.
     """
 
     def __init__(self, *, chunks: int = 8) -> None:

@@ -16,9 +16,9 @@ def group_advantages(
 ) -> Tensor:
     """Return the rewards less a baseline, over a standard deviation (of the sample, plus epsilon); [B] -> [B].
 
-    Baseline `group`: the group's mean (GRPO, arXiv 2402.03300, section 4.1.2); `leave_one_out`: that of its other members
-    (RLOO, arXiv 2402.14740, section 2). Scale `group` as in GRPO, `batch`: of all rewards (arXiv 2508.08221); `none` as
-    in Dr.GRPO (arXiv 2503.20783).
+    Baseline `group`: the group's mean (GRPO, arXiv 2402.03300, section 4.1.2); `leave_one_out`: that of its other
+    members (RLOO, arXiv 2402.14740, section 2). Scale `group` as in GRPO, `batch`: of all rewards (arXiv 2508.08221);
+    `none` as in Dr.GRPO (arXiv 2503.20783).
     """
     size = group_sums(torch.ones_like(rewards), groups)
     centred = rewards - group_sums(rewards, groups) / size

@@ -29,6 +29,7 @@ def weighted_divergence(estimate: Tensor, ratio: Tensor, *, estimator: Estimator
     """Return `estimate` times policy / behaviour, so that the expected gradient is that of KL(policy || reference).
 
     As a loss, k1 alone has the expected gradient 0, and k3 that of KL(reference || policy). The weight's own gradient
-    mends both: DeepSeek-V3.2, arXiv 2512.02556, "unbiased KL estimate". That of k2 is right already, so its weight is a constant.
+    mends both: DeepSeek-V3.2, arXiv 2512.02556, "unbiased KL estimate". That of k2 is right already, so its weight is a
+    constant.
     """
     return estimate * (ratio.detach() if estimator == "k2" else ratio)

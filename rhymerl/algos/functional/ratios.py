@@ -68,7 +68,8 @@ def bounded_weight(
 ) -> tuple[Tensor, Tensor]:
     """Return the weight moved into the bounds, or `masked`: 0 where it is beyond them; and where that is so.
 
-    Moved is truncated importance sampling (V-trace, arXiv 1802.01561, section 4.1), masked is IcePop (arXiv 2510.18855).
+    Moved is truncated importance sampling (V-trace, arXiv 1802.01561, section 4.1), masked is IcePop (arXiv
+    2510.18855).
     """
     low, high = -math.inf if floor is None else floor, math.inf if cap is None else cap
     outside = (weight < low) | (weight > high)

@@ -10,8 +10,8 @@ def clipped_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return half the squared error of each token, and where it is that of the clipped value.
 
-    The worse of the value's and of the value that moved at most `clip` from the old one: baselines, PPO2; a clip of None
-    leaves the first.
+    The worse of the value's and of the value that moved at most `clip` from the old one: baselines, PPO2; a clip of
+    None leaves the first.
     """
     error = (values - returns) ** 2
     if clip is None:

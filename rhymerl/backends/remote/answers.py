@@ -35,8 +35,8 @@ class EngineAnswer:
     def of(cls, content: Any, *, of_whom: str, most: int, vocabulary: int) -> EngineAnswer:
         """Read at most `most` tokens, and a few that the last pass has sampled beyond them.
 
-        Raises NoAnswerError for what is no JSON object, as a proxy's page in the place of the engine; BackendError for any other fault. Both begin with
-        `of_whom`, the engine and the request.
+        Raises NoAnswerError for what is no JSON object, as a proxy's page in the place of the engine; BackendError for
+        any other fault. Both begin with `of_whom`, the engine and the request.
         """
         if not isinstance(content, Mapping):
             raise NoAnswerError(f"{of_whom}: expected a JSON object, got {_shown(content)}")

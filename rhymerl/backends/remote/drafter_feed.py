@@ -2,8 +2,8 @@
 
 A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. A drafter has read
 what the step before has brought when the first request of the next one arrives. Each file is written whole, read once
-and then removed by the reader. For an engine that it has started the trainer writes them; to a server that runs already it sends
-the history over HTTP, as plain data, and the plugin's route there writes them.
+and then removed by the reader. For an engine that it has started the trainer writes them; to a server that runs already
+it sends the history over HTTP, as plain data, and the plugin's route there writes them.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ class Fleet:
     def at(cls, addresses: Sequence[Client], *, timeout_s: float = 600.0) -> Fleet:
         """The engines at the addresses, a router's in its place.
 
-        Requests go to a router's engines and not through it: new weights have to reach each of them anyway, and routers drop what they
-        do not know of a request. Raises ConfigError for one that is named twice, BackendError when an address does not answer.
+        Requests go to a router's engines and not through it: new weights have to reach each of them anyway, and routers
+        drop what they do not know of a request. Raises ConfigError for one that is named twice, BackendError when an
+        address does not answer.
         """
         engines = [engine for address in addresses for engine in _behind(address)]
         urls = [engine.url for engine in engines]

@@ -44,8 +44,9 @@ class InFlightRequest:
 class InFlightRequests:
     """The requests in flight through an engine, at most `max_sent` with it at a time; the others wait here.
 
-    `nodes` says how many draft nodes a request has in a pass of it, on average, None that it has none; tokens below `num_tokens` are sampled. With `piece_s` an answer is asked for in pieces that take about so long; a request that waits here does not get between them.
-    Raises ConfigError when so many connections cannot be open.
+    `nodes` says how many draft nodes a request has in a pass of it, on average, None that it has none; tokens below
+    `num_tokens` are sampled. With `piece_s` an answer is asked for in pieces that take about so long; a request that
+    waits here does not get between them. Raises ConfigError when so many connections cannot be open.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ class NodePosition:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         rank, size = dist.get_rank(), dist.get_world_size()
-        # Private, but the default group's store has no other name. A collective would need a tensor on each rank's device.
+        # Private, but the default group's store has no other name. A collective would need a tensor on each rank's
+        # device.
         store, node = PrefixStore("rhymerl/engines", _get_default_store()), socket.gethostname()
         store.set(str(rank), node)
         nodes = [store.get(str(each)).decode() for each in range(size)]

@@ -28,8 +28,8 @@ _OF_A_RANK = {
 class Server:
     """Starts when it is made; `close` leaves no process behind. A context manager would end it too early: the backend owns it.
 
-    `command` makes the words to run from the port to listen at and a second one, which is free for a process group. The process is to
-    end when its standard input closes, as it does when the trainer dies.
+    `command` makes the words to run from the port to listen at and a second one, which is free for a process group. The
+    process is to end when its standard input closes, as it does when the trainer dies.
     """
 
     def __init__(self, command: Callable[[int, int], Sequence[str]], environment: Mapping[str, str], log: Path) -> None:

@@ -62,8 +62,9 @@ def prove_server(client: Client, policy: Policy, dtype: str) -> None:
 def draws_by_seed(client: Client, policy: Policy, dtype: str) -> bool:
     """Return whether tokens follow from a request's seed.
 
-    Where one seed makes one answer, another has to make another. Where it makes two, passes of other shapes may have been rounded
-    in other ways: then each token has to be the one that rhymerl's noise draws from the policy's logits, but for rounding.
+    Where one seed makes one answer, another has to make another. Where it makes two, passes of other shapes may have
+    been rounded in other ways: then each token has to be the one that rhymerl's noise draws from the policy's logits,
+    but for rounding.
     """
     first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
     return first != other if first == same else all(_follows(policy, dtype, each, seed=1) for each in (first, same))

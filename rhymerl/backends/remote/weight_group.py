@@ -39,9 +39,9 @@ _environment = Lock()
 class WeightGroup:
     """The trainer is rank 0; the others are the engines' ranks, `ranks` of each. Joined when it is made, until `close`.
 
-    Every rank of the trainer makes one with its own engines; the trainer's own groups have nothing to do with it. NCCL for
-    engines on GPUs, gloo for those on a CPU. Raises BackendError when an engine refuses, NoAnswerError when one is dead or says
-    nothing for too long; the group is closed then.
+    Every rank of the trainer makes one with its own engines; the trainer's own groups have nothing to do with it. NCCL
+    for engines on GPUs, gloo for those on a CPU. Raises BackendError when an engine refuses, NoAnswerError when one is
+    dead or says nothing for too long; the group is closed then.
     """
 
     def __init__(self, fleet: Fleet, *, ranks: int, device: torch.device) -> None:
@@ -53,7 +53,8 @@ class WeightGroup:
         # The name is its own: engines may still be in the group of a trainer that was killed.
         self._name = f"rhymerl_weights_{uuid.uuid4().hex}"
         address, size = _own_address([engine.host for engine in fleet.engines]), 1 + ranks * len(fleet.engines)
-        # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is given.
+        # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is
+        # given.
         self._rendezvous: TCPStore | None = TCPStore(
             address, 0, size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )

@@ -143,7 +143,8 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 def positions(model: PreTrainedModel, longest_tokens: int | None = None) -> int:
     """Return how long an engine is told that a sequence may be: SGLang keeps some for itself, and drafts stand behind the last token.
 
-    Its buffers grow with that, so it is no more than the `longest_tokens` that will come (None: the model's context). Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
+    Its buffers grow with that, so it is no more than the `longest_tokens` that will come (None: the model's context).
+    Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
     """
     config = model.config.get_text_config()
     context = int(getattr(config, "max_position_embeddings", 0) or 2**20)

@@ -49,8 +49,9 @@ def from_custom_params(
 ) -> RolloutRequest:
     """The request again, from what came with SGLang's own: its id and its input (the prompt and what was generated before).
 
-    The log-probs of earlier tokens stay in the trainer: they are NaN here. Nor does the prompt have its text and columns.
-    A request that is not ours, or whose parameters are not as they should be, is known by its prompt's tokens alone.
+    The log-probs of earlier tokens stay in the trainer: they are NaN here. Nor does the prompt have its text and
+    columns. A request that is not ours, or whose parameters are not as they should be, is known by its prompt's tokens
+    alone.
     """
     tokens = np.array(token_ids, np.int32)
     own = _own(params) or _of_others(rid, tokens)

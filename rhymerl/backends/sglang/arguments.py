@@ -81,7 +81,8 @@ def engine_dtype(wanted: str | None, policy: str, *, on_cpu: bool) -> str:
 def of_device(kind: str, *, dtype: str, saves_memory: bool) -> dict[str, Any]:
     """Return the arguments that fit an engine to a device of kind "cpu" or "cuda".
 
-    Raises ConfigError for float32 on a GPU: the RMS norm of SGLang's kernels (sglang-kernel 0.4.5 and 0.4.7) is for 16 bits only.
+    Raises ConfigError for float32 on a GPU: the RMS norm of SGLang's kernels (sglang-kernel 0.4.5 and 0.4.7) is for 16
+    bits only.
     """
     if kind == "cpu":
         return {"device": "cpu"}

@@ -46,15 +46,16 @@ _START_S = 600.0
 class SGLangBackend(ServedBackend):
     """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
 
-    All requests of a pass have as many draft nodes: with `budget=goodput` a number that pays, from 0 to `nodes`, chosen pass by pass;
-    with `budget=fixed` its own. null lets `costs` choose the most (a file of `rhymerl bench costs`), for one running request whose drafted
-    tokens are accepted with probability `expected_accept_rate`; without `costs` it is 7. It is never above `budget.nodes`.
-    `arguments` go to the server as they are, `environment` to its process. `weights` names the way of new weights: `tensor` (the
-    same device), `disk` (a file in `folder`, by default in shared memory where there is room), `distributed` (a process group with
-    the engine's ranks), `auto`. An engine that dies is an error, unless it may be started again `restarts` times, and so is one
-    that has been silent for `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url`
-    is one or several, of servers or of routers, whose servers are then asked themselves, with `api_key` where they have one; each is a worker, which remembers at most
-    `history_tokens` of past answers (null: no limit). With `piece_s` answers are
+    All requests of a pass have as many draft nodes: with `budget=goodput` a number that pays, from 0 to `nodes`, chosen
+    pass by pass; with `budget=fixed` its own. null lets `costs` choose the most (a file of `rhymerl bench costs`), for
+    one running request whose drafted tokens are accepted with probability `expected_accept_rate`; without `costs` it is
+    7. It is never above `budget.nodes`. `arguments` go to the server as they are, `environment` to its process.
+    `weights` names the way of new weights: `tensor` (the same device), `disk` (a file in `folder`, by default in shared
+    memory where there is room), `distributed` (a process group with the engine's ranks), `auto`. An engine that dies is
+    an error, unless it may be started again `restarts` times, and so is one that has been silent for
+    `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url` is one or
+    several, of servers or of routers, whose servers are then asked themselves, with `api_key` where they have one; each
+    is a worker, which remembers at most `history_tokens` of past answers (null: no limit). With `piece_s` answers are
     asked for in pieces that take about so long, so that an engine which is lost costs no more.
     """
 

@@ -1,10 +1,12 @@
 """A GPU shared by the trainer and its engine: how much is the engine's, as arithmetic; no device is asked.
 
-What SGLang's mem_fraction_static means is the same from 0.5.17 to 0.5.21 (`KVCacheConfigurator._profile_available_bytes`): the engine
-measures what is free before it loads its weights, `pre_model_load_memory`, and its keys and values get what is free after that but for
-`pre_model_load_memory * (1 - mem_fraction_static)`. So the fraction is of what was free at its start, not of the GPU; weights, keys and values
-are within it, and all else has to be in the rest: its CUDA graphs and activations, and the trainer's update. Only SGLang's default is computed
-from the whole GPU. With `enable_memory_saver` weights, keys and values are given back while it sleeps; graphs and activations are not.
+What SGLang's mem_fraction_static means is the same from 0.5.17 to 0.5.21
+(`KVCacheConfigurator._profile_available_bytes`): the engine measures what is free before it loads its weights,
+`pre_model_load_memory`, and its keys and values get what is free after that but for `pre_model_load_memory * (1 -
+mem_fraction_static)`. So the fraction is of what was free at its start, not of the GPU; weights, keys and values are
+within it, and all else has to be in the rest: its CUDA graphs and activations, and the trainer's update. Only SGLang's
+default is computed from the whole GPU. With `enable_memory_saver` weights, keys and values are given back while it
+sleeps; graphs and activations are not.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def is_given(arguments: Mapping[str, Any]) -> bool:
 def engine_shape(model: ModelShape, *, itemsize: int, gpus: int, rows: int, sizes: int = 1) -> EngineShape:
     """Return the sizes of an engine that computes in `itemsize` bytes; weights, keys and values are divided among its `gpus`.
 
-    `rows` are the tokens of a pass of decoding: requests, and draft nodes for each. Passes are of so many `sizes`, by the nodes of a request.
+    `rows` are the tokens of a pass of decoding: requests, and draft nodes for each. Passes are of so many `sizes`, by
+    the nodes of a request.
     """
     return EngineShape(
         weights=math.ceil(model.parameters / gpus) * itemsize,

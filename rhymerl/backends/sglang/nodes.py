@@ -41,8 +41,8 @@ class AllowedNodes:
 def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None) -> AllowedNodes:
     """The numbers of nodes, of a pass that has the most, that `budget` and the setting `backend.nodes` allow.
 
-    Raises ConfigError for a budget that is not kept by one number of nodes for all requests of a pass, and for settings that
-    contradict each other. Without a drafter both are of no account, as with any backend.
+    Raises ConfigError for a budget that is not kept by one number of nodes for all requests of a pass, and for settings
+    that contradict each other. Without a drafter both are of no account, as with any backend.
     """
     if isinstance(drafter, NoDrafter):
         return AllowedNodes()
@@ -88,8 +88,8 @@ def num_sizes(n: int, budget: Budget | None) -> int:
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:
     """The n up to `largest` that makes the most tokens a second of a pass over `rows` requests, each with n tokens in it; 1 = no drafts.
 
-    A chain of n - 1 drafted tokens, each of which is accepted with probability `accept_rate` where the one before it was,
-    emits 1 + a + ... + a^(n - 1) tokens. (HistoSpec accepts 0.65 to 0.79 of its tokens, arXiv 2508.18588.)
+    A chain of n - 1 drafted tokens, each of which is accepted with probability `accept_rate` where the one before it
+    was, emits 1 + a + ... + a^(n - 1) tokens. (HistoSpec accepts 0.65 to 0.79 of its tokens, arXiv 2508.18588.)
     """
     n = np.arange(1, largest + 1)
     emitted = np.cumsum(accept_rate ** (n - 1.0))

@@ -24,9 +24,9 @@ _LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_a
 def tokens_a_pass(engine: Client, settings: SessionSettings, drafter: Drafter, *, takes_history: bool = True) -> int:
     """Return how many tokens each request has in a pass, its last one included: 1 without drafts.
 
-    Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say; BackendError for what is
-    no such server's answer, as a proxy's page. Which drafter it has the server does not tell: a warning says that it has to be the run's, and
-    whether history does not get there.
+    Raises ConfigError for a server whose drafts change what is sampled, or that is not what the settings say;
+    BackendError for what is no such server's answer, as a proxy's page. Which drafter it has the server does not tell:
+    a warning says that it has to be the run's, and whether history does not get there.
     """
     info = engine.get_if_known("/server_info")
     found = settings.n

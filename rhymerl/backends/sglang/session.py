@@ -133,9 +133,10 @@ class Session:
     ) -> None:
         """A new engine with the policy's weights as `version`, by default the old one's, in the place of one that is dead or hangs.
 
-        What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back before is
-        completed. The policy has not changed since the old one's version. Raises its death, or `error`, where it may not be started again
-        or is none of ours; there is no other successor for one that fails before it has its weights.
+        What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back
+        before is completed. The policy has not changed since the old one's version. Raises its death, or `error`, where
+        it may not be started again or is none of ours; there is no other successor for one that fails before it has its
+        weights.
         """
         if self._own is None:
             raise error

@@ -46,11 +46,11 @@ def _shown(observation: Mapping[str, Any], field: str | None) -> str:
 class OpenEnv(Environment):
     """Lets the policy act in an environment of an OpenEnv server at `url`, such as http://localhost:8000.
 
-    A turn's text becomes the field `action` of an action; None: it is the action itself, as a JSON object. The reply is the
-    field `observation` of what the step observes; None: all of it, as JSON. Rewards are the server's, of each turn.
+    A turn's text becomes the field `action` of an action; None: it is the action itself, as a JSON object. The reply is
+    the field `observation` of what the step observes; None: all of it, as JSON. Rewards are the server's, of each turn.
 
-    An episode begins with a `reset`, which gets the row's columns in `reset`. What that observes is not shown: it belongs into
-    the prompt, where `OpenEnvTask` puts it.
+    An episode begins with a `reset`, which gets the row's columns in `reset`. What that observes is not shown: it
+    belongs into the prompt, where `OpenEnvTask` puts it.
     """
 
     url: str
@@ -110,8 +110,8 @@ class _ServerSession(Environment):
 class OpenEnvTask(Task):
     """The beginnings of an OpenEnv server's episodes: the prompt is what a `reset` with a seed observes, behind `instructions`.
 
-    `observation` is the field that is shown, as of `OpenEnv`. With `chat` it is a message of the user, and the instructions one
-    of the system. Validation has other seeds than training.
+    `observation` is the field that is shown, as of `OpenEnv`. With `chat` it is a message of the user, and the
+    instructions one of the system. Validation has other seeds than training.
     """
 
     url: str

@@ -124,10 +124,11 @@ async def _first_requests(environment: Any, tasks: Iterable[Any]) -> list[ChatRe
 class Verifiers(Environment):
     """Lets the policy play a taskset of verifiers, which has to be installed.
 
-    `settings` are those of verifiers' own `env` section, such as `{"taskset": {…}, "agent": {"max_turns": 4}}`. By default the
-    harness is `null`, verifiers' chat loop, which gets the taskset's tools, in processes on this machine. No harness may change
-    what has been said. Rows come from `VerifiersTask`. The last turn gets the taskset's reward, and an episode that is cut off
-    gets none. `calls` is the way in which the policy writes calls of tools, as of `Tools`.
+    `settings` are those of verifiers' own `env` section, such as `{"taskset": {…}, "agent": {"max_turns": 4}}`. By
+    default the harness is `null`, verifiers' chat loop, which gets the taskset's tools, in processes on this machine.
+    No harness may change what has been said. Rows come from `VerifiersTask`. The last turn gets the taskset's reward,
+    and an episode that is cut off gets none. `calls` is the way in which the policy writes calls of tools, as of
+    `Tools`.
     """
 
     taskset: str
@@ -197,8 +198,9 @@ class _Served:
 class VerifiersTask(Task):
     """The tasks of a taskset of verifiers, as the harness first asks about them; a tenth of them is for validation.
 
-    `train_size` and `validation_size` are limits. What only an environment of several turns says first, such as a game's board,
-    is known once its episode has begun, and so each is begun here. Raises ConfigError where there is no task.
+    `train_size` and `validation_size` are limits. What only an environment of several turns says first, such as a
+    game's board, is known once its episode has begun, and so each is begun here. Raises ConfigError where there is no
+    task.
     """
 
     tenths: ClassVar[tuple[TaskSplit, ...]] = ("validation",) + ("train",) * 9

@@ -1,7 +1,7 @@
 """Objects of another process: called through a pipe, given and giving plain values.
 
-What is plain crosses as a copy, so whoever receives it compares with Python's own operators. Any other object stays where it
-is, and a `Remote` stands for it.
+What is plain crosses as a copy, so whoever receives it compares with Python's own operators. Any other object stays
+where it is, and a `Remote` stands for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .wire import BrokenMessageError, decode, encode, read_message, write_messag
 _MAX_MESSAGE_BYTES = 2**26
 _CHANGEABLE = (list, dict, set, bytearray)
 
-# What can be done with an object from afar. Neither comparing with a plain value nor arithmetic is among it: an object that is
-# equal to anything, or whose difference to anything is 0, would pass every test.
+# What can be done with an object from afar. Neither comparing with a plain value nor arithmetic is among it: an object
+# that is equal to anything, or whose difference to anything is 0, would pass every test.
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "__call__": lambda target, *args, **named: target(*args, **named),
     "__getattr__": getattr,
@@ -56,9 +56,9 @@ class Caught:
 class Peer:
     """One end of a pair of pipes. `operations` are those that the other end may ask for on objects of this one.
 
-    An end that waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An end that
-    does not allow everything believes nothing: it hands over only those of its objects that `handover` lets it, and `unfit` is the
-    first that was not. It takes no names from the other end.
+    An end that waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An
+    end that does not allow everything believes nothing: it hands over only those of its objects that `handover` lets
+    it, and `unfit` is the first that was not. It takes no names from the other end.
     """
 
     def __init__(self, read_fd: int, write_fd: int, *, operations: frozenset[str]) -> None:

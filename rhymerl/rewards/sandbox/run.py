@@ -53,7 +53,8 @@ class Job:
 class JobResult:
     """The number of tests passed; `failure` says why the first that did not failed, as far as that is known.
 
-    `unfit` says why no answer can be judged by these tests, and `values` are those that tests without an output returned.
+    `unfit` says why no answer can be judged by these tests, and `values` are those that tests without an output
+    returned.
     """
 
     passed: int
@@ -80,8 +81,8 @@ class Sandbox(WarmProcess):
     def run(self, job: Job) -> JobResult:
         """Try an answer. When this returns nothing of it is left.
 
-        Raises SandboxError, whatever the answer does, only for the sandbox's own faults; one for want of processes is tried
-        again first.
+        Raises SandboxError, whatever the answer does, only for the sandbox's own faults; one for want of processes is
+        tried again first.
         """
         for seconds in _TRY_AGAIN_AFTER_S:
             with suppress(UnavailableError):

@@ -1,8 +1,9 @@
 """A filter of system calls: computing goes on, everything else is refused by the kernel with an error.
 
-An allow list, in classic BPF (seccomp(2)); without any library. Refused are new processes and programs, signals, sockets,
-opening files for writing, and all that is not listed. Threads and reading files stay: threads as libc makes them, which share
-all that the kernel keeps for a process, and mappings where it puts them, lest the tables of pages outgrow the pages.
+An allow list, in classic BPF (seccomp(2)); without any library. Refused are new processes and programs, signals,
+sockets, opening files for writing, and all that is not listed. Threads and reading files stay: threads as libc makes
+them, which share all that the kernel keeps for a process, and mappings where it puts them, lest the tables of pages
+outgrow the pages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The first process of a sandbox: puts up its walls, keeps the time, and sees that nothing is left.
 
-One descriptor holds two messages: what the answer's process may know, and the tests. Messages of how far the tests have come go to
-another one. The first of them says which walls are missing; if the last is missing, this process was killed. A reader that wants to
-hear no more closes it, and all ends.
+One descriptor holds two messages: what the answer's process may know, and the tests. Messages of how far the tests have
+come go to another one. The first of them says which walls are missing; if the last is missing, this process was killed.
+A reader that wants to hear no more closes it, and all ends.
 """
 
 from __future__ import annotations

@@ -34,11 +34,12 @@ _MEASURE_S = 10.0  # a worker may take as long to tell of its engine
 class HostedWorkers(Workers):
     """`num_workers` workers of a backend that has been started. Rank 0 alone speaks with them; the other ranks get no answers to score.
 
-    A worker that is lost costs the tokens that it had not told of: its requests go on elsewhere, and another one takes its
-    place. Tokens follow from the noise of a request and from the weights, so they are the same wherever it goes on.
+    A worker that is lost costs the tokens that it had not told of: its requests go on elsewhere, and another one takes
+    its place. Tokens follow from the noise of a request and from the weights, so they are the same wherever it goes on.
 
-    With `lockstep` workers do so many passes between two exchanges, and half as many as a step took while the policy is trained, so that a run
-    repeats bit for bit; a worker that is lost then ends it. Raises ValueError for a backend that cannot keep step.
+    With `lockstep` workers do so many passes between two exchanges, and half as many as a step took while the policy is
+    trained, so that a run repeats bit for bit; a worker that is lost then ends it. Raises ValueError for a backend that
+    cannot keep step.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ _LOSSES = 5  # of one worker in a row that had requests and told of no token
 class WorkerPool:
     """`num_workers` workers of a backend that has been started, and the steps that they have requests of.
 
-    Without `lockstep` a thread listens to them, whatever the trainer does; methods are called while `changed`, its lock, is held. In
-    lockstep nothing is told but for `step`.
+    Without `lockstep` a thread listens to them, whatever the trainer does; methods are called while `changed`, its
+    lock, is held. In lockstep nothing is told but for `step`.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ class WorkerPool:
     def settle(self) -> None:
         """Take what workers in lockstep have to tell, in the order of their numbers.
 
-        First all of them have stopped: what one tells may move requests of another, which is not to hear of it before its next exchange.
+        First all of them have stopped: what one tells may move requests of another, which is not to hear of it before
+        its next exchange.
         """
         asked = [(handle, handle.asked) for handle in self.handles if self._lockstep and handle.asked is not None]
         for handle, told in asked:

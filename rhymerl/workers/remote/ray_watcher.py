@@ -2,8 +2,8 @@
 
     python ray_watcher.py FOLDER TRAINER
 
-A program of its own, which outlives the trainer. The trainer holds the other end of its input. Where that ends without a word, the trainer has.
-It imports nothing of rhymerl, so that it costs a trainer next to nothing.
+A program of its own, which outlives the trainer. The trainer holds the other end of its input. Where that ends without
+a word, the trainer has. It imports nothing of rhymerl, so that it costs a trainer next to nothing.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def _end(folder: str, spared: set[int]) -> None:
 def _processes_of(folder: str, spared: set[int]) -> Iterator[int]:
     """Yield the processes of the cluster: their command line names the folder, or they write into it.
 
-    Ray's agents give themselves another command line, which also covers a part of their environment. A trainer that still lives writes there, too:
-    it is `spared`, with the processes that it has started, which it ends itself. Not so one that has ended: for a moment it is still their parent.
+    Ray's agents give themselves another command line, which also covers a part of their environment. A trainer that
+    still lives writes there, too: it is `spared`, with the processes that it has started, which it ends itself. Not so
+    one that has ended: for a moment it is still their parent.
     """
     inside = os.path.join(os.path.realpath(folder), "")
 

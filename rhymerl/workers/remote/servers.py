@@ -38,8 +38,8 @@ _AGAIN_S = 2.0  # between two looks for a server that was lost
 class PolicyCopies:
     """Copies of a policy with published weights: one for all servers that connect with the same version of them.
 
-    They are on the policy's device; in the host's memory where that device has a part of the policy only, though engines compute and get weights
-    as the policy's device says.
+    They are on the policy's device; in the host's memory where that device has a part of the policy only, though
+    engines compute and get weights as the policy's device says.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -70,7 +70,8 @@ class PolicyCopies:
 class ServerLoader:
     """Connects to a server with the first weights, and hands it later ones.
 
-    A server is compared with the policy then, which has these weights and rests; with a copy where it `is_late`, or the policy is sharded.
+    A server is compared with the policy then, which has these weights and rests; with a copy where it `is_late`, or the
+    policy is sharded.
     """
 
     engine: ServedBackend

@@ -1,7 +1,7 @@
 """A stand-in for SGLang's HTTP side: answers that depend on seed and position only, aborts, weights with versions.
 
-Uniform log-probs: it computes a policy whose weights are all zero. Standard library only, because it also runs in processes
-of its own.
+Uniform log-probs: it computes a policy whose weights are all zero. Standard library only, because it also runs in
+processes of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class _Server(ThreadingHTTPServer):
 class FakeEngine:
     """`max_running` requests run side by side, a token every `token_s` seconds; the others wait.
 
-    Requests stop before response position `holds_at` until `go` is set. With `is_late` one that is aborted draws three more
-    tokens, whatever they are, as an engine does whose pass is under way. `answers` come in the place of what it would say on a path.
+    Requests stop before response position `holds_at` until `go` is set. With `is_late` one that is aborted draws three
+    more tokens, whatever they are, as an engine does whose pass is under way. `answers` come in the place of what it
+    would say on a path.
     """
 
     def __init__(self, *, port: int = 0, max_running: int = 4, token_s: float = 0.0) -> None:

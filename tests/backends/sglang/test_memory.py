@@ -186,7 +186,8 @@ def started(policy, setup: Setup | None, **settings) -> tuple[str, str | None]:
 def test_an_engine_on_the_trainers_gpu_is_told_its_share(gpu, flat_policy):
     setup = setup_for(flat_policy.model)
     line, words = started(flat_policy, setup)
-    # 75 GiB that SGLang finds, less the update, 2 GiB of graphs, a prefill of 8192 tokens and four times 2 rows of logits
+    # 75 GiB that SGLang finds, less the update, 2 GiB of graphs, a prefill of 8192 tokens and four times 2 rows of
+    # logits
     config = flat_policy.model.config
     dynamic = (
         2 * GIB + 8192 * (4 * config.hidden_size + 3 * config.intermediate_size) * 2 + 4 * 2 * config.vocab_size * 4

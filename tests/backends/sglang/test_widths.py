@@ -198,7 +198,8 @@ def test_a_pass_has_the_smallest_width_that_holds_every_window(problem):
     known = {**answers, requests[0].id: [(token + 5) % 19 for token in answers[requests[0].id]]}
     drafting = Widths(Chains(known), uniform(AIMDBudget(8), 8), vocabulary=19)
     run(drafting, [fake(request, answers[request.id]) for request in requests[:4]])
-    # Windows of 2, 4, 6 and 8: after passes of 3, 5, 7, 9 and 9 tokens a sixth ends the answers. The wrong one goes on with its 2 nodes.
+    # Windows of 2, 4, 6 and 8: after passes of 3, 5, 7, 9 and 9 tokens a sixth ends the answers. The wrong one goes on
+    # with its 2 nodes.
     assert drafting.chosen[:6] == [2, 4, 8, 8, 8, 8]
     assert set(drafting.chosen[6:30]) == {2}
 

@@ -58,9 +58,9 @@ class TreeArrays:
 def tree_arrays(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
     """The drafts of R requests, at most n - 1 nodes each, below their last tokens `roots` [R].
 
-    Siblings are distinct (the engine has checked the drafts). What is left of n is filled with orphans: children of nobody. Filling
-    that were children of the root could be accepted, and twins would be sampled too often where a verifier accepts by
-    chance.
+    Siblings are distinct (the engine has checked the drafts). What is left of n is filled with orphans: children of
+    nobody. Filling that were children of the root could be accepted, and twins would be sampled too often where a
+    verifier accepts by chance.
     """
     token_ids = np.repeat(np.asarray(roots, np.int64)[:, None], n, axis=1)
     parents = np.full((len(drafts), n), -1, np.int64)

@@ -35,8 +35,8 @@ _REPORT_EVERY = 1024  # passes that a budget is told of: it keeps them until it 
 class EngineDrafting:
     """Drafts by the protocol for SGLang's running batch: trees of one size in each pass, of which a request's last token is the first node.
 
-    The budget's `widths` are the numbers of nodes of a request, by default none and its most. A pass has the smallest that holds its
-    largest draft.
+    The budget's `widths` are the numbers of nodes of a request, by default none and its most. A pass has the smallest
+    that holds its largest draft.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class EngineDrafting:
     ) -> TreeArrays | None:
         """Return the trees of the batch, None for a pass without drafts.
 
-        `ahead()` waits for the pass before and returns each request's sampled tokens that its `output_ids` lack yet. Where the drafter is
-        left alone it is not called.
+        `ahead()` waits for the pass before and returns each request's sampled tokens that its `output_ids` lack yet.
+        Where the drafter is left alone it is not called.
         """
         rows = self._running(requests)
         started = None
@@ -161,8 +161,8 @@ class EngineDrafting:
     def _named_apart(self, request: RolloutRequest, here: Set[int]) -> RolloutRequest:
         """The request by a name that no other row has, since drafters know requests by their names: two trainers may give the same one.
 
-        A namesake that is not in the batch was put back into the queue. It is finished: it was taken away there before this one was sent,
-        or else starts anew when it is back.
+        A namesake that is not in the batch was put back into the queue. It is finished: it was taken away there before
+        this one was sent, or else starts anew when it is back.
         """
         rows = {row.request.id: key for key, row in self._rows.items()}
         name = request.id
@@ -205,7 +205,8 @@ class EngineDrafting:
     def flush(self) -> None:
         """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too.
 
-        New weights are coming. Where no trainer tells of its history, a step is over: the drafter hears that nothing is new in it.
+        New weights are coming. Where no trainer tells of its history, a step is over: the drafter hears that nothing is
+        new in it.
         """
         self._verified = None
         for key in list(self._rows):

@@ -1,6 +1,7 @@
 """What SGLang needs for passes of each size: buffers, attention metadata and CUDA graphs. n = tokens of a request in a pass.
 
-SGLang's own adaptive speculation keeps such a set for each number of steps, because CUDA graphs and attention are made for one number of tokens a request.
+SGLang's own adaptive speculation keeps such a set for each number of steps, because CUDA graphs and attention are made
+for one number of tokens a request.
 """
 
 from __future__ import annotations

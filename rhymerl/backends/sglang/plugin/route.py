@@ -1,7 +1,8 @@
 """The route of a server that was started by hand, by which a trainer's history reaches the drafter.
 
-It is an ASGI application among SGLang's own routes, and as open as these, by which anybody can change the weights. `POST` takes a change of
-the history, and answers with the version that requests name; `GET` answers with the newest version and what the drafter has counted.
+It is an ASGI application among SGLang's own routes, and as open as these, by which anybody can change the weights.
+`POST` takes a change of the history, and answers with the version that requests name; `GET` answers with the newest
+version and what the drafter has counted.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class EngineRow:
     def follow(self, ahead: Sequence[int]) -> None:
         """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next.
 
-        In both there may be more than belongs to the answer: what follows a stop token, or the last token that is wanted.
+        In both there may be more than belongs to the answer: what follows a stop token, or the last token that is
+        wanted.
         """
         start, committed = self.given + self.num_output, self.engine_request.output_ids[self.num_output :]
         new = [*committed, *ahead]

@@ -1,7 +1,7 @@
 """An SGLang server that does not outlive the trainer: python -m rhymerl.backends.sglang.plugin.serve SERVER-ARGUMENTS
 
-The trainer holds the other end of standard input. When that closes, however the trainer went, the whole process group ends,
-and the files go that a trainer could not remove which was killed: among them may be a whole model, in memory.
+The trainer holds the other end of standard input. When that closes, however the trainer went, the whole process group
+ends, and the files go that a trainer could not remove which was killed: among them may be a whole model, in memory.
 """
 
 from __future__ import annotations

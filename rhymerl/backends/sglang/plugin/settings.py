@@ -112,7 +112,8 @@ class EngineSettings:
         for budget in (FixedBudget(n - 1), self.budget_of(n)):
             drafter: Drafter = instantiate(self.drafter, key="drafter")
             if type(innermost(drafter)).__module__.startswith("rhymerl."):
-                # By this clock each pass takes as long as any other: then drafts pay, and there is no pass that a slow machine leaves out.
+                # By this clock each pass takes as long as any other: then drafts pay, and there is no pass that a slow
+                # machine leaves out.
                 warm_up(EngineDrafting(drafter, budget, vocabulary=vocabulary, clock=itertools.count().__next__))
 
 

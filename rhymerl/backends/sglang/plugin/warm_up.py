@@ -1,7 +1,7 @@
 """Passes of drafting that nobody sees, before an engine says that it is ready.
 
-In them numba compiles or loads what passes call. Within the first answers that would hold up every request, and a budget would take it
-for the price of drafts.
+In them numba compiles or loads what passes call. Within the first answers that would hold up every request, and a
+budget would take it for the price of drafts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Test-only way round a torchvision that does not load beside a CPU build of torch.
 
-Its import fails when its compiled operators cannot be loaded, because it describes some of them all the same. This declares
-those, without a body, and then becomes the installed torchvision.
+Its import fails when its compiled operators cannot be loaded, because it describes some of them all the same. This
+declares those, without a body, and then becomes the installed torchvision.
 """
 
 import sys
