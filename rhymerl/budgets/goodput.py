@@ -41,8 +41,7 @@ _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 _NO_NODES = np.zeros(1)
 
-# Where costs are learned the first probe is not counted for what it took: much of it went into code and data that had
-# not been used for long. The two after it are alike in that, and so can be compared.
+# The first probe's time is not learned: its code and data had not been used for long. The two after it can be compared.
 _ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), False: ("probe",)}
 
 
@@ -54,10 +53,9 @@ class GoodputBudget(Budget):
     sorted by P. Where no request waits, P(v) is weighed by what a token of its request is worth
     (budgets/token_weights.py). The cost is learned from the passes, or given as `costs`: points [tokens, seconds], or a
     file with them. With `deterministic` it is never measured; without `costs` it is then assumed to be 1 + tokens / 64.
-    None follows the Trainer. Given costs go with an `ask_cost`, in their unit: what asking the drafter adds to a pass,
-    and what each request does that it is asked for. Where costs are learned, so is that. At most `nodes` a request.
-    While drafts do not pay, a few requests are probed now and then, as often as the probe budget permits
-    (budgets/probe_budget.py), so that drafting never costs more than some percent of the time without it.
+    None follows the Trainer. Given costs go with an `ask_cost`, in their unit: what a pass takes longer because the
+    drafter is asked, and for each request that it is asked for. At most `nodes` a request. While drafts do not pay, a
+    few requests are probed now and then (budgets/probe_budget.py), so that drafting never costs more than some percent.
     """
 
     nodes: int = at_least(0, 32)

@@ -72,9 +72,8 @@ Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 class RhymeModule(L.LightningModule):
     """GRPO and its kin under `Trainer.fit(module, datamodule)`.
 
-    Every component may be given as an object or as its config node; `model` also as a directory or hub name. `rewards`
-    None takes the reward of the datamodule's task, else the sum of the environment's; `environment` None what the task
-    replies, if anything. The module holds no state of a rollout.
+    Every component may be an object or its config node; `model` also a directory or hub name. `rewards` None takes the
+    reward of the task, else the sum of the environment's; `environment` None takes a task that replies.
     """
 
     reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint

@@ -135,8 +135,7 @@ class Session:
 
         What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back
         before is completed. The policy has not changed since the old one's version. Raises its death, or `error`, where
-        it may not be started again or is none of ours; there is no other successor for one that fails before it has its
-        weights.
+        it may not be started again or is none of ours. One that fails before it has its weights has no successor.
         """
         if self._own is None:
             raise error
