@@ -225,6 +225,17 @@ def keep_nodes(drafts: DraftBatch, mask: BoolArray) -> DraftBatch:
     )
 
 
+def within_turns(drafts: DraftBatch, requests: Sequence[RolloutRequest]) -> DraftBatch:
+    """Return the drafts up to the end of a turn: in the history a reply follows it, which no policy samples.
+
+    Where requests have several sets of stop tokens, a token of any of them ends a turn.
+    """
+    stops = {token for each in {request.sampling.stop_token_ids for request in requests} for token in each}
+    is_end = np.isin(drafts.token_ids, list(stops))
+    parent = drafts.starts[drafts.requests] + drafts.parents
+    return keep_nodes(drafts, (drafts.parents < 0) | ~is_end[parent])
+
+
 @compiled
 def _close(mask: BoolArray, parents: IntArray, starts: IndexArray) -> None:
     for r in range(len(starts) - 1):

@@ -12,7 +12,7 @@ from rhymerl.budgets.base import Budget, PassOutcome, Pauses
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
-from rhymerl.drafts import DraftBatch, depths, keep_nodes, sound
+from rhymerl.drafts import DraftBatch, depths, keep_nodes, sound, within_turns
 from rhymerl.errors import HookError
 from rhymerl.hooks import Hooks, line_of
 from rhymerl.types import Completion, RolloutRequest, Sample
@@ -115,6 +115,8 @@ class DraftingProtocol:
         self.num_hits += int(np.count_nonzero(drafts.counts))
         if (limits >= room).any():
             drafts = keep_nodes(drafts, depths(drafts) < room[drafts.requests])
+        if any(request.may_go_on for request in requests):
+            drafts = within_turns(drafts, requests)
         with self._in_budget:
             mask = self.budget.trim(requests, drafts)
         return keep_nodes(drafts, mask)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.drafts import Draft, DraftBatch, closed, keep_nodes
+from rhymerl.budgets import FixedBudget
+from rhymerl.drafts import Draft, DraftBatch, closed, keep_nodes, within_turns
+from rhymerl.engine.protocol import DraftingProtocol
+from rhymerl.testing import OracleDrafter, make_requests
 
 
 @st.composite
@@ -104,3 +108,22 @@ def test_what_cannot_be_packed_is_left_empty_and_named(fields, problem):
     assert batch.counts.tolist() == [1, 0, 1]
     assert batch.problems.keys() == {1}
     assert re.search(problem, batch.problems[1])
+
+
+@given(st.lists(drafts(), min_size=1, max_size=5), st.sets(st.integers(0, 14), max_size=4))
+def test_nothing_stands_behind_the_end_of_a_turn(singles, stops):
+    requests = make_requests(len(singles), stop_token_ids=tuple(stops))
+    part = within_turns(DraftBatch.pack(singles), requests)
+    for r, single in enumerate(singles):
+        wanted = [path for path in paths(single) if not stops.intersection(path[:-1])]
+        assert paths(part.draft(r)) == wanted
+
+
+@pytest.mark.parametrize(("may_go_on", "wanted"), [(True, [5, 6, 2]), (False, [5, 6, 2, 7, 8])])
+def test_the_drafts_of_an_episode_end_with_its_turn(may_go_on, wanted):
+    (request,) = make_requests(1, stop_token_ids=(2, 3))
+    request = replace(request, may_go_on=may_go_on)
+    protocol = DraftingProtocol(OracleDrafter({request.id: [5, 6, 2, 7, 8]}), FixedBudget(16), vocabulary=19)
+    limits, room = np.array([8], np.int32), np.array([32], np.int32)
+    drafts = protocol.propose([request], [request.prompt.token_ids], limits, room)
+    assert drafts.token_ids.tolist() == wanted
