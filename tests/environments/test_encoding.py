@@ -69,10 +69,11 @@ def play(family: Family, encoder: ReplyEncoder, noise: random.Random) -> tuple[l
     return kept, tokens(family, text)
 
 
+@pytest.mark.parametrize("numbers", [range(90), pytest.param(range(90, 1000), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_that_are_kept_are_those_of_one_rendering(name: str) -> None:
+def test_tokens_that_are_kept_are_those_of_one_rendering(name: str, numbers: range) -> None:
     encoder = encoder_of(name)
-    for number in range(90):
+    for number in numbers:
         kept, whole = play(FAMILIES[name], encoder, random.Random(number))
         assert kept == whole, number
 
