@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Span:
-    """The passes of a request since the last metrics."""
+    """The passes of a request since the last metrics; the turns of an episode are those of one request."""
 
-    start: int
-    end: int | None = None  # None while it runs
+    start: int | None = None  # of the turn that runs
+    turns: list[tuple[int, int]] = field(default_factory=list)  # that are over: starts and ends
     saved: int = 0  # passes that it would have needed more without drafts
+
+    def until(self, now: int) -> list[tuple[int, int]]:
+        """Return all turns; one that runs ends now."""
+        return self.turns if self.start is None else [*self.turns, (self.start, now)]
 
 
 @dataclass(slots=True)
@@ -42,15 +46,15 @@ class PassTotals:
 
     def next(self) -> PassTotals:
         """Return those of the time that begins now: what runs goes on."""
-        running = {name: _Span(start=0) for name, span in self.spans.items() if span.end is None}
+        running = {name: _Span(start=0) for name, span in self.spans.items() if span.start is not None}
         return PassTotals(spans=running)
 
     def enter(self, request: RolloutRequest) -> None:
-        self.spans[request.id] = _Span(start=self.num_passes)
+        self.spans.setdefault(request.id, _Span()).start = self.num_passes
 
     def leave(self, request: RolloutRequest) -> None:
-        if request.id in self.spans:
-            self.spans[request.id].end = self.num_passes
+        span = self.spans.get(request.id, _Span())
+        span.turns, span.start = span.until(self.num_passes), None
 
     def begin(self, rows_before: int, rows: int) -> None:
         """A pass over `rows` requests begins, the last of those that have begun; those before were over `rows_before`."""
@@ -98,12 +102,11 @@ class PassTotals:
             for request, saved in zip(requests, accepted.tolist(), strict=True):
                 if request.id in self.spans:
                     self.spans[request.id].saved += saved
-        spans = [
-            (each.start, self.num_passes if each.end is None else each.end, each.saved) for each in self.spans.values()
-        ]
-        starts, ends, more = np.array(spans, np.int64).reshape(-1, 3).T
+        turns = [each.until(self.num_passes) for each in self.spans.values()]
+        starts, ends = np.array([turn for each in turns for turn in each], np.int64).reshape(-1, 2).T
         rows = rows_of(starts, ends - starts)
-        lengths = ends - starts + more
+        more = np.array([each.saved for each in self.spans.values()], np.int64)
+        lengths = np.array([sum(end - start for start, end in each) for each in turns], np.int64) + more
         longer = rows_of(starts_of(lengths, int(rows.max(initial=1))), lengths)
         told, nodes, asked, prompts, seen = np.array(self.asked, np.int64).reshape(-1, 5).T
         by_rows = seen * told / np.maximum(told + nodes, 1)
