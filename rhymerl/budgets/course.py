@@ -10,8 +10,9 @@ from typing import Literal
 Kind = Literal["plain", "trial", "probe", "draft"]
 
 PROBED = 8  # requests that a probe asks for
-PROBE_NODES = 4  # of each; also the first reach
+PROBE_NODES = 16  # of each; also the first reach
 TRUST = 4  # times as many nodes as have been verified at once may be tried: beyond that nobody knows what a pass costs
+_TRUSTED = 128  # so many at first
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class ProbeCourse:
     rows: int = 0  # of the batch for which that was decided
     passes: int = 0
     probes: int = 0
-    trusted: int = TRUST * PROBED * PROBE_NODES  # nodes that may be verified at once
+    trusted: int = _TRUSTED  # nodes that may be verified at once
     batch: tuple[int, bool] = (
         0,
         False,

@@ -275,22 +275,22 @@ class GoodputBudget(Budget):
             sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
             seconds = self._cost.observe(rows, nodes, self._asked, seconds, is_cold=self._is_cold, **sizes)
         if self._asked:
-            comparable = seconds if outcome.is_decoding else None
             weights = self._weights_of(outcome.requests) if self._kind == "draft" else None
             accepted = outcome.num_accepted if weights is None else weights * outcome.num_accepted
             made = 1 + float(accepted.sum()) / rows
-            self._settle(rows, nodes, comparable, made=made)
-            plain, known = self._seconds(rows, np.array([nodes]), self._asked)
-            self._report.count(rows, made=made, taken=float(known[0]) / plain)
+            plain, (taken,) = self._seconds(rows, np.array([nodes]), self._asked)
+            # Where a prompt was computed, too, what was measured cannot be compared with a plain pass.
+            measured = seconds if seconds is not None and outcome.is_decoding else taken
+            self._settle(made, taken / plain, measured / plain)
+            self._report.count(rows, made=made, taken=taken / plain)
 
-    def _settle(self, rows: int, nodes: int, seconds: float | None, *, made: float) -> None:
-        """A pass with drafts `made` so many tokens a request; None seconds cannot be compared, since a prompt was computed in it."""
-        plain, known = self._seconds(rows, np.array([nodes]), self._asked)
+    def _settle(self, made: float, taken: float, measured: float) -> None:
+        """A pass `made` so many tokens a request, and took as long as so many plain ones by the costs and by the clock."""
         if self._kind == "probe":
-            self._probe_budget.pay_probe(None if seconds is None else seconds / plain - made)
-        elif seconds is not None:
+            self._probe_budget.pay_probe(measured - made)
+        else:
             # By all that is known of such passes: what this one took is as much the machine's other work.
-            self._probe_budget.settle(made - float(known[0]) / plain)
+            self._probe_budget.settle(made - taken)
         self._course.drafts &= not self._probe_budget.is_spent
 
     def _learn_acceptance(self, outcome: PassOutcome) -> None:

@@ -51,13 +51,12 @@ class ProbeBudget:
         """Something new is known: the next probe need not be saved up for."""
         self.balance = max(self.balance, self.price)
 
-    def pay_probe(self, cost: float | None) -> None:
-        """A probe took `cost` plain passes longer than its tokens would have; None where that cannot be told.
+    def pay_probe(self, cost: float) -> None:
+        """A probe took `cost` plain passes longer than its tokens would have.
 
         What was measured counts on average only, since the machine may have done something else meanwhile.
         """
-        if cost is not None:
-            self.price = _LATELY * self.price + (1 - _LATELY) * min(max(cost, _CHEAPEST), 1 + 3 * self.price)
+        self.price = _LATELY * self.price + (1 - _LATELY) * min(max(cost, _CHEAPEST), 1 + 3 * self.price)
         self.balance -= self.price
 
     def settle(self, worth: float) -> None:

@@ -282,6 +282,25 @@ def test_prefetched_tokens_are_tried_at_once():
     assert budget.limits(requests)[33] > 0
 
 
+def test_a_probe_sees_where_only_long_drafts_pay():
+    """Asking takes as long as five passes: four nodes do not make up for that, sixteen do."""
+    budget = GoodputBudget(32, costs=[(0, 1.0), (1000, 1.001)], ask_cost=(5, 0), deterministic=True)
+    found = passes(budget, 600, rows=16, propose=guesses(32, 0.99), is_right=np.ones_like)
+    assert np.mean([asked == 16 for asked, _ in found[300:]]) > 0.9
+
+
+def test_what_drafts_save_counts_where_prompts_are_computed_too():
+    budget, requests = GoodputBudget(8, costs=[(0, 1.0), (1000, 1.001)]), make_requests(8)
+    drafts = DraftBatch.pack([chain(4, 0.99)] * 8)
+    saved = budget._probe_budget.saved
+    for _ in range(4):
+        assert not budget.skips(8)
+        budget.limits(requests)
+        outcome = outcome_of(drafts, budget.trim(requests, drafts), requests=requests)
+        budget.learn(replace(outcome, num_tokens=outcome.num_tokens + 5, is_decoding=False))
+    assert budget._probe_budget.saved > saved + 4
+
+
 def test_a_try_is_small_and_grows_where_it_pays():
     budget, requests = GoodputBudget(32, costs=[(0, 1.0), (1000, 1.001)]), make_requests(2)
     limits = []
@@ -291,7 +310,7 @@ def test_a_try_is_small_and_grows_where_it_pays():
         drafts = DraftBatch.pack([chain(limits[-1], 0.99)] * 2)
         budget.trim(requests, drafts)
         budget.learn(outcome_of(drafts, np.ones(len(drafts.token_ids))))
-    assert limits[0] == 4
+    assert limits[0] == 16
     assert limits[-1] == 32
     assert limits == sorted(limits)
 
@@ -312,7 +331,7 @@ def test_metrics_are_of_what_has_been_since():
         budget.admit(request)
     budget.count_passes(1)
     assert not budget.skips(2)
-    assert budget.limits(requests).tolist() == [4, 4]
+    assert budget.limits(requests).tolist() == [8, 8]
     drafts = DraftBatch.pack([chain(2, 0.9), chain(1, 0.9)])
     assert budget.trim(requests, drafts).all()
     budget.learn(outcome_of(drafts, np.ones(3)))
