@@ -68,6 +68,7 @@ class RolloutLoop:
         check_run_ahead(run_ahead, max_staleness)
         self.scheduler = scheduler
         scheduler.work_for(backend.max_running)
+        scheduler.lockstep = lockstep
         self.scorer = scorer
         self.decode = decode
         self.stop_token_ids = tuple(stop_token_ids)

@@ -67,7 +67,7 @@ class HistoPipeScheduler(PredictingScheduler):
         pieces = self.pieces(requests, num_workers)
         if not any(piece.is_known for piece in pieces):
             return [queue_of(pieces[worker::num_workers]) for worker in range(num_workers)]
-        pieces.sort(key=lambda piece: (piece.median, piece.tail))
+        pieces.sort(key=lambda piece: (piece.duration, piece.tail))
         groups = self._groups(pieces, num_workers)
         shares = [share for group, count in groups for share in cut(group, count)]
         longest = [_longest(group) for group, count in groups for _ in range(count)]
@@ -125,7 +125,7 @@ class HistoPipeScheduler(PredictingScheduler):
     def _time(self, share: Sequence[Piece]) -> float:
         load = QueueLoad(self.max_running)
         for piece in share:
-            load.add(len(piece.requests), piece.median, piece.tail)
+            load.add(len(piece.requests), piece.median, piece.tail, wait=piece.wait)
         return self.cost.time(load.passes, load.total)
 
 

@@ -38,7 +38,7 @@ class OnPolicyScheduler(Scheduler):
         """Return the predicted time of a queue, by the piece of each of its requests."""
         load = QueueLoad(self.inner.max_running)
         for each in lengths:
-            load.add(1, each.median, each.tail)
+            load.add(1, each.median, each.tail, wait=each.wait)
         return self.inner.cost.time(load.passes, load.total)
 
 

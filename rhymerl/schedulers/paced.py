@@ -12,7 +12,7 @@ import numpy as np
 
 from rhymerl.errors import require
 from rhymerl.schedulers.predicting import Piece, queue_of
-from rhymerl.schedulers.releases import ReleaseAwareScheduler, releases
+from rhymerl.schedulers.releases import ReleaseAwareScheduler
 from rhymerl.types import RolloutRequest
 
 if TYPE_CHECKING:
@@ -43,11 +43,10 @@ class PacedScheduler(ReleaseAwareScheduler):
         require(is_number, "max_running", self.max_running, "at least 1, or null")
 
     def plan(self, requests: Sequence[RolloutRequest], num_workers: int, step: int) -> list[list[RolloutRequest]]:
-        progress = self.unfinished(step)
-        free = releases(progress, num_workers, self.lengths, self.cost)
-        used = num_workers if progress is None else max(round(self.workers * num_workers), 1)
+        free = self.releases(step, num_workers)
+        used = num_workers if self.unfinished(step) is None else max(round(self.workers * num_workers), 1)
         first = np.argsort(free, kind="stable")[:used]
-        pieces = sorted(self.pieces(requests, num_workers), key=lambda piece: (-piece.median, -piece.tail))
+        pieces = sorted(self.pieces(requests, num_workers), key=lambda piece: (-piece.duration, -piece.tail))
         ends = self._ends(pieces, free[first])
         queues: list[list[RolloutRequest]] = [[] for _ in range(num_workers)]
         start = 0
@@ -59,14 +58,17 @@ class PacedScheduler(ReleaseAwareScheduler):
     def _ends(self, pieces: Sequence[Piece], free: FloatArray) -> list[int]:
         risk = max(self.lengths.growth(_RISK), 1.0)
         limit = max((piece.requests[0].sampling.max_tokens for piece in pieces), default=0)
-        tails = np.minimum([risk * piece.tail for piece in pieces], limit)
+        tails = np.minimum([risk * piece.tail for piece in pieces], limit) + [piece.wait for piece in pieces]
         tails = np.maximum.accumulate(tails[::-1])[::-1]  # a shorter prompt may have the longer tail
         table = _PieceTable(
             tails=tails.tolist(),
             totals=[0.0, *accumulate(piece.total for piece in pieces)],
             counts=[0, *accumulate(len(piece.requests) for piece in pieces)],
         )
-        low, high = float(free.min()), float(free.max()) + self._enough(float(limit), table.totals[-1])
+        low, high = (
+            float(free.min()),
+            float(free.max()) + self._enough(max([limit, *table.tails[:1]]), table.totals[-1]),
+        )
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             fits = self._fill(table, free.tolist(), middle)[-1] == len(pieces)

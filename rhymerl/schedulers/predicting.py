@@ -10,6 +10,7 @@ from rhymerl.costs import Points
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.lengths import LengthPredictor
 from rhymerl.schedulers.queue_cost import QueueCost
+from rhymerl.schedulers.waits import WaitPredictor
 from rhymerl.types import RolloutRequest, Sample
 
 
@@ -24,16 +25,22 @@ class Piece:
     median: float  # predicted tokens of an answer
     tail: float  # of a long one among them
     is_known: bool
+    wait: float = 0.0  # tokens that an answer could sample while it waits for its environment
 
     @property
     def total(self) -> float:
         """Predicted tokens of all."""
         return self.median * len(self.requests)
 
+    @property
+    def duration(self) -> float:
+        """Predicted tokens that could be sampled until an answer has ended: it may wait in between."""
+        return self.median + self.wait
+
 
 @dataclass(kw_only=True, eq=False)
 class PredictingScheduler(Scheduler):
-    """Learns lengths and acceptance, and cuts a step's requests into pieces with predictions.
+    """Learns lengths, waits and acceptance, and cuts a step's requests into pieces with predictions.
 
     A piece is a prompt's whole group when `keep_groups` is set and there are at least as many prompts as workers, so
     that siblings can draft for one another; else it is a single request. `costs` as for `QueueCost`, `momentum` and
@@ -48,6 +55,7 @@ class PredictingScheduler(Scheduler):
     def __post_init__(self) -> None:
         self.cost = QueueCost(self.costs)
         self.lengths = LengthPredictor(momentum=self.momentum, tail=self.tail)
+        self.waits = WaitPredictor(momentum=self.momentum)
 
     def pieces(self, requests: Sequence[RolloutRequest], num_workers: int) -> list[Piece]:
         """Return the pieces in data order."""
@@ -57,9 +65,9 @@ class PredictingScheduler(Scheduler):
         whole = self.keep_groups and len(groups) >= num_workers
         pieces: list[Piece] = []
         for group in groups.values():
-            length = self.lengths.predict(group[0])
+            length, wait = self.lengths.predict(group[0]), self.waits.predict(group[0])
             pieces += [
-                Piece(requests=part, median=length.median, tail=length.tail, is_known=length.is_known)
+                Piece(requests=part, median=length.median, tail=length.tail, is_known=length.is_known, wait=wait)
                 for part in ([group] if whole else [[request] for request in group])
             ]
         return pieces
@@ -67,18 +75,28 @@ class PredictingScheduler(Scheduler):
     def learn(self, samples: Sequence[Sample]) -> None:
         self.lengths.learn(samples)
         self.cost.learn(samples)
+        if not self.lockstep:
+            self.waits.learn(samples)
 
     def metrics(self) -> dict[str, float]:
         return self.lengths.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lengths": self.lengths.state_dict(), "cost": self.cost.state_dict()}
+        parts = {"lengths": self.lengths, "cost": self.cost, "waits": self.waits}
+        return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.lengths.load_state_dict(state["lengths"])
         self.cost.load_state_dict(state["cost"])
+        if "waits" in state:  # else they are learned anew
+            self.waits.load_state_dict(state["waits"])
 
 
 def queue_of(pieces: Sequence[Piece]) -> list[RolloutRequest]:
     """Return the requests of pieces, in their order."""
     return [request for piece in pieces for request in piece.requests]
+
+
+def latest_first(pieces: Sequence[Piece]) -> list[RolloutRequest]:
+    """Return the requests of pieces, those first whose answers would end last: they may wait while others are decoded."""
+    return queue_of(sorted(pieces, key=lambda piece: -piece.duration))

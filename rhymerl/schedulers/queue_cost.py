@@ -26,13 +26,16 @@ class QueueLoad:
         self._max_running = max_running
         self._ends: list[float] = []  # of the slots
 
-    def add(self, count: int, length: float, longest: float) -> None:
-        """Put `count` answers of one length behind the others; one of them may have `longest` tokens."""
+    def add(self, count: int, length: float, longest: float, *, wait: float = 0.0) -> None:
+        """Put `count` answers of one length behind the others; one of them may have `longest` tokens.
+
+        Each waits for as long as `wait` tokens take, without a slot.
+        """
         self.total += count * length
         last = max(longest, length)
         if self._max_running is not None:
             last = max(last, *(self._enter(length, self._max_running) for _ in range(count)))
-        self.passes = max(self.passes, last)
+        self.passes = max(self.passes, last + wait)
 
     def _enter(self, length: float, slots: int) -> float:
         """Return when an answer ends that enters the slot that is free first."""
@@ -76,7 +79,7 @@ class QueueCost:
         passes = sum(each.num_passes for each in done)
         if not passes:
             return
-        tokens = sum(len(each.token_ids) for each in done) / passes
+        tokens = sum(each.output.num_sampled for each in done) / passes
         verified = 1 + sum(each.num_drafted for each in done) / passes
         self.tokens_per_pass = _FORGET * self.tokens_per_pass + (1 - _FORGET) * max(tokens, 1.0)
         self.verified = _FORGET * self.verified + (1 - _FORGET) * verified

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rhymerl.errors import require
-from rhymerl.schedulers.predicting import Piece, PredictingScheduler
+from rhymerl.schedulers.predicting import Piece, PredictingScheduler, latest_first, queue_of
 from rhymerl.types import RolloutRequest
 
 
@@ -26,19 +26,19 @@ class SortedScheduler(PredictingScheduler):
         pieces = self.pieces(requests, num_workers)
         if self.order == "descending":
             return longest_first(pieces, num_workers)
-        return _dealt(sorted(pieces, key=lambda piece: piece.median), num_workers)
+        return list(map(queue_of, _dealt(sorted(pieces, key=lambda piece: piece.median), num_workers)))
 
 
 def longest_first(pieces: Sequence[Piece], num_workers: int) -> list[list[RolloutRequest]]:
     """Return a queue a worker: the longest predicted piece first, each to the worker with the fewest predicted tokens so far."""
-    return _dealt(sorted(pieces, key=lambda piece: -piece.median), num_workers)
+    return list(map(latest_first, _dealt(sorted(pieces, key=lambda piece: -piece.median), num_workers)))
 
 
-def _dealt(pieces: Sequence[Piece], num_workers: int) -> list[list[RolloutRequest]]:
-    queues: list[list[RolloutRequest]] = [[] for _ in range(num_workers)]
+def _dealt(pieces: Sequence[Piece], num_workers: int) -> list[list[Piece]]:
+    queues: list[list[Piece]] = [[] for _ in range(num_workers)]
     loads = [(0.0, worker) for worker in range(num_workers)]
     for piece in pieces:
         load, worker = loads[0]
-        queues[worker].extend(piece.requests)
+        queues[worker].append(piece)
         heapq.heapreplace(loads, (load + piece.total, worker))
     return queues
