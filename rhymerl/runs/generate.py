@@ -19,7 +19,7 @@ from rhymerl.data.base import columns_of
 from rhymerl.data.encoding import with_tools
 from rhymerl.drafters.base import Drafter
 from rhymerl.environments.build import EpisodeSettings, environment_of, prepared
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.folders import open_folder
 from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceWriter, record_of
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _PROMPTS_AT_A_TIME = 1024  # written together: the more, the fuller the engine
-_ENVIRONMENT_WORKERS = 2  # processes
 _COLUMNS = {  # of the table
     "answers": "answers",
     "tokens": "tokens",
@@ -103,7 +102,12 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     tools = environment.tool_schemas if environment is not None else ()
     prompts = data.read(policy, max_tokens=settings.max_tokens, tools=tools)
     episodes = _episodes(
-        environment_of(environment, data.task), policy, prompts, settings, with_tools(data.chat_template_kwargs, tools)
+        environment_of(environment, data.task),
+        policy,
+        prompts,
+        settings,
+        template_arguments=with_tools(data.chat_template_kwargs, tools),
+        num_processes=config.environment_workers,
     )
     whole, passes = AnswerTotals(), []
     with (
@@ -141,8 +145,8 @@ def checked_out(name: str | None, *, overwrite: bool) -> Path:
 
 
 def _check_settings(config: DictConfig) -> None:
-    if config.passes < 1:
-        raise ConfigError(f"passes={config.passes}: expected at least 1")
+    limits = {name: (config[name], 1) for name in ("passes", "environment_workers")}
+    require_at_least(limits, error=ConfigError)
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed={config.seed}: expected 0 to {2**32 - 1}")
 
@@ -158,7 +162,7 @@ def _episodes(
     policy: Policy,
     prompts: Sequence[Prompt],
     settings: RolloutSettings,
-    template_arguments: Mapping[str, Any],
+    **arguments: Any,
 ) -> EpisodeSettings | None:
     longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens + settings.most_reply_tokens
     episodes = checked_episodes(
@@ -166,9 +170,8 @@ def _episodes(
         policy,
         settings,
         prompts,
-        template_arguments=template_arguments,
         longest_tokens=min(longest, policy.context_tokens),
-        num_processes=_ENVIRONMENT_WORKERS,
+        **arguments,
     )
     if episodes is not None:
         episodes.warn()

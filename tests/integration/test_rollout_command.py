@@ -171,6 +171,7 @@ def test_a_killed_run_leaves_whole_lines(rhymerl: Run, tmp_path: Path) -> None:
         (["data.samples=0"], "data.samples=0: expected at least 1"),
         (["data.max_prompt_tokens=2"], "more than data.max_prompt_tokens=2"),
         (["passes=0"], "passes=0: expected at least 1"),
+        (["environment_workers=0"], "environment_workers=0: expected at least 1"),
         (["rollout.dynamic_sampling=1"], "rollout.dynamic_sampling=1: nothing is trained here"),
         (["passes=two"], "passes='two': expected int"),
         (["seed=-1"], "seed=-1: expected 0 to"),
