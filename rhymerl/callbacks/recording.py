@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from rhymerl.history.traces import TraceWriter, record_of
 
@@ -38,7 +39,8 @@ class RecordRollouts(L.Callback):
         if self._writer is not None and rollout is not None:
             loader = trainer.datamodule.train_loader  # type: ignore[attr-defined]
             epoch = (loader.cursor - 1) // len(loader)  # it has moved on already
-            self._writer.write(record_of(sample, epoch) for sample in rollout.samples)
+            with_waits = not torch.are_deterministic_algorithms_enabled()  # else the file is to repeat
+            self._writer.write(record_of(sample, epoch, with_waits=with_waits) for sample in rollout.samples)
             self._num_bytes = self._writer.num_bytes
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -38,6 +38,7 @@ class TraceRecord:
     finish_reason: FinishReason
     logprobs: FloatArray | None = None  # [L] behaviour log-probs, nats
     sampled: BoolArray | None = None  # [L] all but the replies of an environment; None where there are none
+    waits: FloatArray | None = None  # [T] seconds from the end of each turn to its reply; None where that is unknown
     prompt: str | None = None  # what was tokenized, for people; None where nobody has written it down
     response: str | None = None  # without special tokens
 
@@ -46,9 +47,12 @@ class TraceRecord:
         return len(self.response_tokens) if self.sampled is None else int(self.sampled.sum())
 
 
-def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> TraceRecord:
-    """Return a sample as a record. Raises ValueError for an answer that was withdrawn half-way."""
-    completion = sample.completion
+def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False, with_waits: bool = False) -> TraceRecord:
+    """Return a sample as a record. Raises ValueError for an answer that was withdrawn half-way.
+
+    `with_waits`, the record of an episode follows the clock, so that no run repeats it.
+    """
+    completion, turns = sample.completion, sample.completion.output.turns
     if not completion.output.is_finished:
         raise ValueError(f"request {completion.request.id} was withdrawn: only whole answers are recorded")
     return TraceRecord(
@@ -60,7 +64,8 @@ def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False) -> Tra
         reward=sample.reward if sample.has_reward else 0.0,
         finish_reason=completion.finish_reason,
         logprobs=completion.logprobs if with_logprobs else None,
-        sampled=completion.output.sampled if completion.output.turns else None,
+        sampled=completion.output.sampled if turns else None,
+        waits=np.array([turn.waited_s for turn in turns]) if turns and with_waits else None,
         prompt=sample.prompt.text,
         response=sample.text,
     )
@@ -157,6 +162,8 @@ def _line_of(record: TraceRecord) -> str:
         fields["logprobs"] = record.logprobs.tolist()
     if record.sampled is not None:
         fields["sampled"] = record.sampled.astype(int).tolist()
+    if record.waits is not None:
+        fields["waits"] = record.waits.round(4).tolist()
     texts = {"prompt": record.prompt, "response": record.response}
     fields |= {name: text for name, text in texts.items() if text is not None}
     return json.dumps(fields, separators=(",", ":")) + "\n"
@@ -189,6 +196,7 @@ def _record(row: dict[str, Any]) -> TraceRecord:
         finish_reason=_finish_reason(row),
         logprobs=None if row.get("logprobs") is None else _logprobs(row, len(response)),
         sampled=None if row.get("sampled") is None else _sampled(row, len(response)),
+        waits=None if row.get("waits") is None else _waits(row),
         prompt=_text(row, "prompt"),
         response=_text(row, "response"),
     )
@@ -224,13 +232,25 @@ def _tokens(row: dict[str, Any], name: str) -> IntArray:
     return np.array(values, np.int32)
 
 
-def _logprobs(row: dict[str, Any], length: int) -> FloatArray:
-    values = _typed(row, "logprobs", list, "a list of numbers")
+def _numbers(row: dict[str, Any], name: str) -> FloatArray:
+    values = _typed(row, name, list, "a list of numbers")
     if not set(map(type, values)) <= {int, float}:
-        raise ValueError(f"logprobs: expected a list of numbers, got {_shown(_first_other(values, int, float))} in it")
+        raise ValueError(f"{name}: expected a list of numbers, got {_shown(_first_other(values, int, float))} in it")
+    return np.array(values, np.float64)
+
+
+def _logprobs(row: dict[str, Any], length: int) -> FloatArray:
+    values = _numbers(row, "logprobs")
     if len(values) != length:
         raise ValueError(f"logprobs: expected one a response token, {length}, got {len(values)}")
-    return np.array(values, np.float64)
+    return values
+
+
+def _waits(row: dict[str, Any]) -> FloatArray:
+    values = _numbers(row, "waits")
+    if not len(values) or not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError("waits: expected the seconds that each turn waited, 0 or more")
+    return values
 
 
 def _sampled(row: dict[str, Any], length: int) -> BoolArray:

@@ -109,6 +109,7 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
         template_arguments=with_tools(data.chat_template_kwargs, tools),
         num_processes=config.environment_workers,
     )
+    with_more = {"with_logprobs": True, "with_waits": not config.deterministic}
     whole, passes = AnswerTotals(), []
     with (
         _repeatable(config.deterministic),
@@ -119,7 +120,7 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
             passes.append(AnswerTotals())
             with progress.during(f"answers of epoch {number}", len(prompts) * settings.group_size):
                 for rollout in _answers(loop, policy, prompts, number, settings):
-                    writer.write(record_of(sample, number, with_logprobs=True) for sample in rollout.samples)
+                    writer.write(record_of(sample, number, **with_more) for sample in rollout.samples)
                     for totals in (whole, passes[-1]):
                         totals.count(rollout)
             _note(number, config.passes, passes[-1])

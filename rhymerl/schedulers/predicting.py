@@ -82,8 +82,8 @@ class PredictingScheduler(Scheduler):
         return self.lengths.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {"lengths": self.lengths, "cost": self.cost, "waits": self.waits}
-        return {name: part.state_dict() for name, part in parts.items()}
+        lengths, cost, waits = self.lengths.state_dict(), self.cost.state_dict(), self.waits.state_dict()
+        return {"lengths": lengths, "cost": cost, "waits": waits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.lengths.load_state_dict(state["lengths"])

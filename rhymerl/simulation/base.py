@@ -28,6 +28,8 @@ class StepWork:
     requests: Sequence[RolloutRequest]
     lengths: IndexArray  # [R] tokens, at least 1
     is_cut: BoolArray  # [R] cut off at the limit
+    turns: IndexArray | None = None  # [R] of like length; None where nobody waits for an environment
+    waits: FloatArray | None = None  # [R] time of all waits for it: one of like length behind each turn
 
 
 class LengthSource(ABC):

@@ -130,7 +130,11 @@ def simulation(config: DictConfig, scheduler: Any, **instead: Any) -> Simulation
 def length_source(config: DictConfig) -> LengthSource:
     """Return the trace, or else what `lengths` says."""
     if config.trace is not None:
-        settings = {"trace": config.trace, "prompts_per_step": config.lengths.prompts_per_step}
+        settings = {
+            "trace": config.trace,
+            "prompts_per_step": config.lengths.prompts_per_step,
+            "has_seconds": config.costs is not None,
+        }
         return construct(RecordedLengths, settings, key="lengths")
     source: LengthSource = instantiate(config.lengths, key="lengths")
     return source

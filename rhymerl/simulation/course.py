@@ -56,6 +56,10 @@ class Course:
         cost[some] = lasting[some] * self._decoding.pass_cost(load[some])
         return knots, self.start + np.concatenate([[0.0], np.cumsum(cost)])
 
+    def waited(self, time: float) -> float:
+        """Nobody waits for an environment."""
+        return 0.0
+
     def sampled(self, time: float) -> FloatArray:
         """Return how many tokens each request has at a time, [n]."""
         if time >= self.end:

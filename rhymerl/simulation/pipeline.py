@@ -11,9 +11,8 @@ import numpy as np
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
-from rhymerl.simulation.course import Course
-from rhymerl.simulation.step import StepRun
-from rhymerl.types import Completion, Output, Sample
+from rhymerl.simulation.step import StepRun, course_of
+from rhymerl.types import Completion, Output, Sample, TurnEnd
 from rhymerl.workers import RunAhead, StepRequests, check_run_ahead
 from rhymerl.workers.auto import rule_of
 from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
@@ -90,7 +89,7 @@ class Simulation:
             elif step + 1 < len(works):
                 drafts = np.zeros(len(works[step + 1].requests))
             if self._learns:
-                self.scheduler.learn(samples_of(work, self.decoding))
+                self.scheduler.learn(samples_of(work, self.decoding, lasting=run.finished - run.firsts))
             progress.advance()
         return _timeline(steps)
 
@@ -138,10 +137,11 @@ class Simulation:
         spent = np.zeros(self.num_workers)
         for worker, indices in enumerate(plan.queues):
             queue = np.asarray(indices, np.int64)
-            lengths = work.lengths[queue].astype(np.float64)
-            course = Course(float(free[worker]), lengths, np.zeros(len(queue)), self.decoding)
+            nothing = np.zeros(len(queue))
+            start = float(free[worker])
+            course = course_of(work, queue, start, nothing, self.decoding, before=nothing, waited=nothing)
             sampled[queue] = course.sampled(until)
-            spent[worker] = min(course.end, until) - free[worker]
+            spent[worker] = min(course.end, until) - start
         return self.decoding.redone(sampled), spent
 
 
@@ -152,15 +152,16 @@ def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
         raise ValueError(f"pipeline={pipeline!r}: expected one of colocated, disaggregated")
 
 
-def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
-    """Return finished answers of the right lengths; nothing else about them means anything."""
+def samples_of(work: StepWork, decoding: Decoding, *, lasting: FloatArray | None = None) -> list[Sample]:
+    """Return finished answers of the right lengths and waits, which were `lasting` [R] so long; nothing else about them means anything."""
     zeros = np.zeros(int(work.lengths.max(initial=0)), np.int32)
     num_passes = np.maximum(work.lengths / decoding.tokens_per_pass, 1.0).round()
     num_drafted = (num_passes * (decoding.verified - 1)).round()
     columns = (work.lengths, work.is_cut, num_passes.astype(np.int64), num_drafted.astype(np.int64))
+    turns = _turns_of(work, lasting) if lasting is not None else [()] * len(work.requests)
     samples = []
-    for request, length, is_cut, passes, drafted in zip(
-        work.requests, *(column.tolist() for column in columns), strict=True
+    for request, ended, length, is_cut, passes, drafted in zip(
+        work.requests, turns, *(column.tolist() for column in columns), strict=True
     ):
         tokens = zeros[:length]
         completion = Completion(
@@ -172,10 +173,26 @@ def samples_of(work: StepWork, decoding: Decoding) -> list[Sample]:
                 finish_reason="length" if is_cut else "stop",
                 num_passes=passes,
                 num_drafted=drafted,
+                turns=ended,
             ),
         )
         samples.append(Sample(completion=completion, text="", reward=0.0, rewards=_NO_REWARDS, loss_mask=_NO_MASK))
     return samples
+
+
+def _turns_of(work: StepWork, lasting: FloatArray) -> list[tuple[TurnEnd, ...]]:
+    """Return the turns of episodes that lasted so long; none where nobody waits."""
+    if work.turns is None or work.waits is None:
+        return [()] * len(work.requests)
+    columns = (work.lengths, work.turns, work.waits, lasting)
+    return [
+        tuple(_turn(length * number // turns, wait / turns, seconds * number / turns) for number in range(1, turns + 1))
+        for length, turns, wait, seconds in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _turn(end: int, waited_s: float, replied_at: float) -> TurnEnd:
+    return TurnEnd(start=end, stop=end, text="", waited_s=waited_s, replied_at=replied_at)
 
 
 def _figures(

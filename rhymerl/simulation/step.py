@@ -9,10 +9,11 @@ import numpy as np
 
 from rhymerl.simulation.base import Decoding, StepWork
 from rhymerl.simulation.course import Course
+from rhymerl.simulation.episodes import EpisodeCourse, left_of
 from rhymerl.workers.coordinator import ProgressReport, few_left
 
 if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+    from rhymerl.types import FloatArray, IndexArray
 
 
 class StepRun:
@@ -41,6 +42,7 @@ class StepRun:
         self._planned = np.array([len(queue) for queue in plan], np.int64)
         self._drafts = drafts
         self._before = np.zeros(len(work.requests))  # tokens sampled before the present course
+        self._waited = np.zeros(len(work.requests))  # and the time of waits before it
         self._queues = [np.asarray(queue, np.int64) for queue in plan]
         self._at = np.zeros(len(work.requests), np.int64)  # [R] the worker that each request is on
         for worker, queue in enumerate(self._queues):
@@ -95,6 +97,7 @@ class StepRun:
         for worker in touched:
             queue, course = self._queues[worker], self._courses[worker]
             self._before[queue] += course.sampled(time)
+            self._waited[queue] += course.waited(time)
             left = [number for number in queue.tolist() if self.finished[number] > time]
             self._queues[worker] = np.array([number for number in left if number not in moves], np.int64)
         for number, worker in moves.items():
@@ -109,11 +112,11 @@ class StepRun:
             self._courses[worker] = self._course(worker, start if len(self._queues[worker]) else time)
             self._note(worker)
 
-    def _course(self, worker: int, start: float) -> Course:
+    def _course(self, worker: int, start: float) -> Course | EpisodeCourse:
         queue = self._queues[worker]
-        before = self._before[queue]
+        before, waited = self._before[queue], self._waited[queue]
         drafts = np.maximum(np.minimum(self._drafts[queue], self.work.lengths[queue]) - before, 0.0)
-        return Course(start, self.work.lengths[queue] - before, drafts, self.decoding)
+        return course_of(self.work, queue, start, drafts, self.decoding, before=before, waited=waited)
 
     def _note(self, worker: int) -> None:
         queue, course = self._queues[worker], self._courses[worker]
@@ -122,3 +125,22 @@ class StepRun:
         self.firsts[queue[first]] = course.firsts[first]
         last = len(queue) - 1 - few_left(int(self._planned[worker]))
         self._nearly_done[worker] = np.partition(course.ends, last)[last] if last >= 0 else -np.inf
+
+
+def course_of(
+    work: StepWork,
+    queue: IndexArray,
+    start: float,
+    drafts: FloatArray,
+    decoding: Decoding,
+    *,
+    before: FloatArray,
+    waited: FloatArray,
+) -> Course | EpisodeCourse:
+    """Return the course of requests, by index, of which so many tokens are there, and which have waited so long."""
+    lengths = work.lengths[queue].astype(np.float64)
+    if work.turns is None or work.waits is None:
+        return Course(start, lengths - before, drafts, decoding)
+    turns = work.turns[queue]
+    tokens, waits = left_of(lengths, turns, before), left_of(work.waits[queue], turns, waited)
+    return EpisodeCourse(start, tokens, waits, drafts, decoding)

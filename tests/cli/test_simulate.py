@@ -46,6 +46,17 @@ def test_every_scheduler_in_every_mode(scheduler, mode, capsys):
     assert ("sched_length_pred_mae" in result) == (scheduler != "fifo")
 
 
+def test_waits_make_steps_longer_and_predicting_them_shorter(capsys):
+    words = [*TINY, "scheduler=histopipe", "lengths.turns=3"]
+    plain, same, waiting = (answer([*words, f"lengths.wait={wait}"], capsys) for wait in (0, 0.0, 2000.0))
+    assert plain == same == answer([*TINY, "scheduler=histopipe"], capsys), "without waits turns are nothing"
+    assert waiting["mean_length"] == plain["mean_length"]
+    assert waiting["fifo_barrier_step_time"] > plain["fifo_barrier_step_time"] + 3 * 2000
+    assert waiting["speedup_over_fifo"] > 1
+    code, _, err = run([*TINY, "lengths.wait=-1"], capsys)
+    assert (code, "lengths.wait=-1" in err) == (2, True)
+
+
 def test_more_run_ahead_tokens_than_can_be_right_do_no_harm(tmp_path, capsys):
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"costs": [[1, 6.2], [64, 7.5], [256, 14], [512, 22], [1024, 38], [4096, 140]]}))

@@ -15,7 +15,7 @@ from rhymerl.errors import ConfigError, DataError
 from rhymerl.history import traces
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace, record_of
 from rhymerl.testing import make_requests
-from rhymerl.types import Completion, Output, Sample
+from rhymerl.types import Completion, Output, Sample, TurnEnd
 from tests.bytecodes import bytecodes
 
 RUNNING_SUM = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
@@ -160,6 +160,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"finish_reason": ["stop"]}, r'finish_reason=\["stop"\]: expected a string'),
     ({"logprobs": [-1, "x"]}, 'logprobs: expected a list of numbers, got "x" in it'),
     ({"logprobs": [-1.0]}, "logprobs: expected one a response token, 2, got 1"),
+    ({"waits": 1.0}, "waits=1.0: expected a list of numbers"),
+    ({"waits": []}, "waits: expected the seconds that each turn waited, 0 or more"),
+    ({"waits": [0.5, -0.1]}, "waits: expected the seconds that each turn waited, 0 or more"),
 ]
 
 
@@ -226,6 +229,20 @@ def test_a_sample_becomes_a_record(with_logprobs: bool) -> None:
     assert made.response_tokens.tolist() == [3, 1]
     assert (made.prompt, made.response) == (given.prompt.text, given.text)
     assert (made.logprobs is not None) == with_logprobs
+
+
+def test_waits_of_an_episode_are_recorded_where_the_file_need_not_repeat(tmp_path: Path) -> None:
+    plain = sample_of("stop")
+    turns = TurnEnd(start=1, stop=1, text="", waited_s=0.25), TurnEnd(start=2, stop=2, text="", waited_s=1.5)
+    output = replace(plain.completion.output, turns=turns)
+    episode = replace(plain, completion=replace(plain.completion, output=output))
+    assert record_of(plain, 0, with_waits=True).waits is None
+    assert record_of(episode, 0).waits is None
+    with TraceWriter(tmp_path / "a.jsonl") as writer:
+        writer.write([record_of(episode, 0, with_waits=True)])
+    (found,) = read_trace(tmp_path / "a.jsonl")
+    assert found.waits is not None
+    assert found.waits.tolist() == [0.25, 1.5]
 
 
 def test_a_withdrawn_answer_is_not_recorded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -77,8 +78,29 @@ def test_recorded_lengths_go_by_epoch_and_prompt(tmp_path: Path):
     assert len(RecordedLengths(tmp_path / "trace.jsonl", prompts_per_step=2).steps(2, 0)) == 2
 
 
+@pytest.mark.parametrize("has_seconds", [True, False])
+def test_recorded_waits_are_those_of_all_turns(tmp_path: Path, caplog, has_seconds):
+    waits = {"a": np.array([0.5, 1.0, 0.0]), "b": None}
+    with TraceWriter(tmp_path / "trace.jsonl") as writer:
+        writer.write(replace(record(0, prompt, 9), waits=each) for prompt, each in waits.items())
+    source = RecordedLengths(tmp_path / "trace.jsonl", prompts_per_step=2, has_seconds=has_seconds)
+    (work,) = source.steps(1, 0)
+    if has_seconds:
+        assert (work.turns.tolist(), work.waits.tolist()) == ([3, 1], [1.5, 0.0])
+    else:
+        assert (work.turns, work.waits) == (None, None)
+    assert ("costs=FILE" in caplog.text) is not has_seconds
+
+
 def test_what_is_no_workload(tmp_path: Path):
-    for name, value in (("prompts_per_step", 0), ("cap", 0), ("within", -1.0), ("steps_per_epoch", 0)):
+    for name, value in (
+        ("prompts_per_step", 0),
+        ("cap", 0),
+        ("within", -1.0),
+        ("steps_per_epoch", 0),
+        ("turns", 0),
+        ("wait", -1.0),
+    ):
         with pytest.raises(ValueError, match=rf"^{name}={value}: expected at least"):
             SyntheticLengths(**{name: value})
     with pytest.raises(ValueError, match=r"^rank_correlation=1.5: expected 0 to 1"):
