@@ -31,6 +31,7 @@ AS_GOOD = 0.9  # of the share of drafts that was right then: a budget that asks 
 MOST_IDLE = 0.3  # share of the workers' time
 _WATCHED = (
     "completions/clipped_ratio",
+    "environment/idle_frac",
     "episodes/length_frac",
     "frac_reward_zero_std",
     "kl",
@@ -155,11 +156,39 @@ def acceptance_falls(recent: Recent) -> str | None:
     )
 
 
-def workers_idle(recent: Recent) -> str | None:
-    """Workers wait for one another. The first step is left out, since they start in it."""
+def _idle_share(recent: Recent) -> float | None:
+    """Return the share of the workers' time without work, where it is worth a warning. The first step is left out, since they start in it."""
     name = "rollout/bubble_frac"
     share = recent.mean(name)
-    if share is None or len(recent.metrics[name]) == WINDOW or share < MOST_IDLE or len(recent.idle) < 2:
+    return share if share is not None and len(recent.metrics[name]) > WINDOW and share >= MOST_IDLE else None
+
+
+def _awaits_replies(recent: Recent, idle: float) -> bool:
+    """Return whether workers waited for their environments in most of the time without work."""
+    of_work = (
+        recent.mean("environment/idle_frac") or 0.0
+    )  # of the time in which they decoded, or waited for these alone
+    return of_work * (1 - idle) > (1 - of_work) * idle / 2
+
+
+def replies_awaited(recent: Recent) -> str | None:
+    """Environments keep workers waiting, even one alone."""
+    share = _idle_share(recent)
+    if share is None or not _awaits_replies(recent, share):
+        return None
+    ahead = (
+        "" if recent.runs_ahead or len(recent.idle) < 2 else ", run_ahead=auto or keep begins the next step meanwhile"
+    )
+    return (
+        f"workers decoded nothing in {share:.0%} of the time of rollouts, mostly because environments had not replied. More data.prompts_per_step "
+        f"or a larger rollout.group_size give them other answers meanwhile{ahead}, and an environment that is_pure is asked once about what is the same"
+    )
+
+
+def workers_idle(recent: Recent) -> str | None:
+    """Workers wait for one another."""
+    share = _idle_share(recent)
+    if share is None or len(recent.idle) < 2 or _awaits_replies(recent, share):
         return None
     worker = max(recent.idle, key=lambda each: recent.idle[each])
     most = f", worker {worker} in {recent.idle[worker]:.0%} of the latest" if recent.idle[worker] >= MOST_IDLE else ""
@@ -177,6 +206,7 @@ RULES: Sequence[Rule] = (
     truncation,
     kl_grows,
     acceptance_falls,
+    replies_awaited,
     workers_idle,
 )
 

@@ -25,6 +25,7 @@ from rhymerl.callbacks.early_warnings import (
     idle_of,
     kl_grows,
     most_rewards_alike,
+    replies_awaited,
     truncation,
     workers_idle,
 )
@@ -35,6 +36,7 @@ ACCEPTED, BUBBLES, CLIPPED, EQUAL, KL = (
     *("rollout/spec_accept_length", "rollout/bubble_frac", "completions/clipped_ratio"),
     *("frac_reward_zero_std", "kl"),
 )
+WAITS = "environment/idle_frac"
 RATE, HITS, NODES = "rollout/spec_accept_rate", "spec/draft_hit_rate", "budget/nodes_per_pass"
 FINE = {ACCEPTED: [1.5] * 30, BUBBLES: [0.1] * 30, CLIPPED: [0.05] * 30, EQUAL: [0.3] * 30, KL: [0.01] * 30}
 FINE |= {RATE: [0.8] * 30, HITS: [1.0] * 30, NODES: [200.0] * 30}
@@ -90,6 +92,14 @@ CASES = [
         {"metrics": {BUBBLES: after(0.1, *[0.4] * 5)}, "idle": {0: 0.0, 1: 0.1}},
         "40% of the time of rollouts. s",
     ),
+    # Of ten minutes workers decode 6 and wait 2.2 for replies alone; then they decode 6 and wait 1.8.
+    (
+        replies_awaited,
+        {"metrics": {BUBBLES: after(0.1, *[0.4] * 5), WAITS: after(0.1, *[2.2 / 8.2] * 5)}},
+        "40% of the time of rollouts, mostly because environments had not replied",
+    ),
+    (replies_awaited, {"metrics": {BUBBLES: [0.9] * 30, WAITS: [0.9] * 30}, "idle": {0: 0.9}}, "is_pure"),
+    (workers_idle, {"metrics": {BUBBLES: after(0.1, *[0.4] * 5), WAITS: after(0.1, *[1.8 / 7.8] * 5)}}, "worker 1"),
     (
         truncation,
         {"metrics": {CLIPPED: after(0.1, *[0.5] * 5)}, "algo": GRPO(mask_truncated=True)},
@@ -181,9 +191,13 @@ def test_nothing_is_said_where(name: str) -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_running_ahead_is_no_advice_for_a_run_that_does(runs_ahead: bool) -> None:
-    found = workers_idle(recent(metrics={BUBBLES: after(0.1, *[0.4] * 5)}, runs_ahead=runs_ahead))
-    assert found is not None
-    assert ("run_ahead=auto (on-policy) or keep" in found) is not runs_ahead
+    idle = {BUBBLES: after(0.1, *[0.4] * 5)}
+    for found in (
+        workers_idle(recent(metrics=idle, runs_ahead=runs_ahead)),
+        replies_awaited(recent(metrics={**idle, WAITS: [0.5] * 30}, runs_ahead=runs_ahead)),
+    ):
+        assert found is not None
+        assert ("run_ahead=auto" in found) is not runs_ahead
 
 
 def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCaptureFixture) -> None:
