@@ -27,6 +27,9 @@ class ProgressBar:
     def advance(self, number: int = 1) -> None:
         """Count so many parts more as done; do nothing without a `begin`."""
 
+    def note(self, words: Callable[[], str]) -> None:
+        """Show what this returns behind the count, until the next `begin`; it is asked whenever the line is written."""
+
     def end(self) -> None:
         """It is done, and leaves nothing on a terminal."""
 
@@ -50,13 +53,13 @@ class ShownProgressBar(ProgressBar):
         self.stream = stream if stream is not None else sys.stderr
         self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self._clock = clock
-        self._words = ""
+        self._words, self._note = "", _nothing
         self._total = self._done = 0
         self._first = (0, 0.0)  # parts and time, when the first ones were done
         self._next = 0.0
 
     def begin(self, words: str, total: int = 0) -> None:
-        self._words, self._total, self._done = words, total, 0
+        self._words, self._note, self._total, self._done = words, _nothing, total, 0
         self._next = now = self._clock()
         if self.is_terminal:
             self._show(now)
@@ -70,6 +73,9 @@ class ShownProgressBar(ProgressBar):
         self._done += number
         if self._words and now >= self._next:
             self._show(now)
+
+    def note(self, words: Callable[[], str]) -> None:
+        self._note = words
 
     def end(self) -> None:
         if self._words and self.is_terminal:
@@ -87,7 +93,7 @@ class ShownProgressBar(ProgressBar):
     def _text(self, now: float) -> str:
         if not self._total:
             return f"{self._words}: {self._done:,}" if self._done else f"{self._words} ..."
-        text = f"{self._words}: {self._done:,} of {self._total:,}"
+        text = f"{self._words}: {self._done:,} of {self._total:,}{self._note()}"
         done, seconds = self._done - self._first[0], now - self._first[1]
         known_after = max(min(_KNOWN_AFTER_PARTS, self._total // 2), _KNOWN_AFTER_SHARE * self._total)
         if not done or self._done < known_after or self._done >= self._total or seconds < _KNOWN_AFTER_S:
@@ -97,6 +103,10 @@ class ShownProgressBar(ProgressBar):
     def _write(self, text: str) -> None:
         self.stream.write(text)
         self.stream.flush()
+
+
+def _nothing() -> str:
+    return ""
 
 
 def rate(per_second: float) -> str:

@@ -68,6 +68,17 @@ def test_the_time_left_is_told_when_enough_is_done_and_counts_from_the_first_par
         assert stream.getvalue().endswith("\ranswers: 26 of 512, 1.0 a second, about 8 min left\x1b[K")
 
 
+def test_a_note_stands_behind_the_count_until_something_else_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream, clock = shown(is_terminal=True, monkeypatch=monkeypatch)
+    with progress.during("answers", 40):
+        progress.note(lambda: f", {int(clock.now)} wait for replies")
+        clock.now = 7.0
+        progress.advance()
+        assert stream.getvalue().endswith("\ranswers: 1 of 40, 7 wait for replies\x1b[K")
+    with progress.during("samples", 40):
+        assert stream.getvalue().endswith("\rsamples: 0 of 40\x1b[K")
+
+
 def test_an_error_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream, _ = shown(is_terminal=True, monkeypatch=monkeypatch)
     with pytest.raises(KeyError), progress.during("loading"):

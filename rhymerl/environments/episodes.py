@@ -69,9 +69,9 @@ class Episodes:
         self._pool.close()
 
     @property
-    def is_waiting(self) -> bool:
-        """Return whether an environment has been asked and has not replied."""
-        return bool(self._waiting)
+    def num_waiting(self) -> int:
+        """Return how many episodes wait: their environment has been asked and has not replied."""
+        return len(self._waiting)
 
     def next_turn(self, request: RolloutRequest) -> RolloutRequest:
         """Return the request of one more turn: it ends at the nearest of the limits of the turn, the episode and the context."""

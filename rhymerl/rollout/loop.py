@@ -152,6 +152,8 @@ class RolloutLoop:
     ) -> SamplingRound:
         """Return all answers to these requests, on every rank."""
         started = time.perf_counter()
+        if self._episodes:
+            self.progress.note(lambda: f", {self.workers.num_waiting:,} wait for replies")
         work = StepRequests(step=step, requests=requests, following=following, split=split, episodes=self._episodes)
         # Each is scored the moment it is done.
         answers = {each.request.id: (each, self._score(each)) for each in self.workers.answer(work)}

@@ -56,6 +56,11 @@ class Workers(ABC):
         """Yield the answers that this rank is to score, each as it ends; it is over when all ranks have theirs."""
 
     @property
+    def num_waiting(self) -> int:
+        """Return how many episodes of this rank's workers wait for their environment, as far as it is told."""
+        return 0
+
+    @property
     def works_ahead(self) -> bool:
         """Return whether this rank hears of answers to the next step before it is asked for."""
         return False

@@ -97,7 +97,12 @@ class Host:
     @property
     def awaits_replies(self) -> bool:
         """Return whether an environment has been asked that has not replied."""
-        return self._episodes is not None and self._episodes.is_waiting
+        return self.num_waiting > 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many episodes wait for their environment."""
+        return self._episodes.num_waiting if self._episodes is not None else 0
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics since the last call, and reset them."""
@@ -250,7 +255,7 @@ class Host:
 
     def _take_replies(self, timeout_s: float | None) -> None:
         """Let answers go on to which there is a reply; wait for one only where there is nothing else to do."""
-        if self._episodes is None or not self._episodes.is_waiting:
+        if self._episodes is None or not self.awaits_replies:
             return
         is_idle = not self.is_running and not any(map(self._may_run, self._jobs.values()))
         priority = min(job.priority for job in self._jobs.values() if job.awaits_reply)

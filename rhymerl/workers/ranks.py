@@ -273,6 +273,10 @@ class RankWorkers(Workers):
     def sleep(self) -> None:
         self._host.engine.sleep()
 
+    @property
+    def num_waiting(self) -> int:
+        return self._host.num_waiting
+
     def metrics(self) -> Mapping[str, float]:
         return self._host.metrics()
 

@@ -119,6 +119,18 @@ def test_limits_end_an_episode_by_their_names(limits, max_tokens, reason, sample
     assert output.is_cut == (reason != "stop")
 
 
+def test_a_host_knows_how_many_wait():
+    assert Host(Turns(), version=0).num_waiting == 0
+    with episodes(Ponders()) as made:
+        host = Host(Turns(max_running=2), version=0, episodes=made)
+        host.submit(requests(3), priority=0, versions=STEP)
+        counts = set()
+        while len(host.finished) < 3:
+            host.decode(max_passes=1)
+            counts.add(host.num_waiting)
+    assert {0, 3} <= counts
+
+
 def test_an_environment_that_fails_ends_its_episode(caplog):
     with episodes(Asks()) as made:
         output = answers(Host(Turns(), version=0, episodes=made), requests(2, do="raise"))["0/p/1"]

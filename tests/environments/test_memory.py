@@ -304,4 +304,4 @@ def test_in_lockstep_a_remembered_reply_joins_when_all_others_do() -> None:
         made.ask(third, output)
         made.ask(second, Output.of([4, 5, 6], finish_reason="turn"))
         assert [name for name, _ in made.replied(0.0)] == [second.id, third.id]
-        assert not made.is_waiting
+        assert not made.num_waiting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,37 @@ def test_rollouts(model_dir: Path, tmp_path: Path) -> None:
     words = [f"model.path={model_dir}", f"data.prompts={tmp_path / 'prompts.jsonl'}", "data.samples=3", "passes=2"]
     generate(compose("rollout", [*words, "rollout.max_tokens=8", f"out={tmp_path / 'out.jsonl'}"]), progress=progress)
     progress.check(("answers of epoch 0", 6), ("answers of epoch 1", 6))
+
+
+class Watching(ProgressBar):
+    """What stands behind the count with each answer."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.words = str
+
+    def note(self, words: Callable[[], str]) -> None:
+        self.words = words
+
+    def advance(self, number: int = 1) -> None:
+        self.seen.append(self.words())
+
+
+@pytest.mark.parametrize("environment", [None, "tests.environments.worlds.Ponders"])
+def test_episodes_that_wait_are_counted_beside_answers(
+    model_dir: Path, tmp_path: Path, environment: str | None
+) -> None:
+    progress = Watching()
+    words = [f"model.path={model_dir}", "data.prompts=null", "task=running_sum", "task.train_size=4", "data.samples=4"]
+    words += ["rollout.max_tokens=64", "rollout.stop_token_ids=[2,3,4,5,6]", "passes=1", "deterministic=false"]
+    words += [] if environment is None else [f"environment={environment}"]
+    generate(compose("rollout", [*words, f"out={tmp_path / 'out.jsonl'}"]), progress=progress)
+    waiting = [int(number) for number in re.findall(r", (\d+) wait for replies", " ".join(progress.seen))]
+    assert len(waiting) == (16 if environment else 0)
+    assert len(progress.seen) == 16
+    if environment:
+        assert 0 < max(waiting) < 16
+        assert waiting[-1] == 0
 
 
 def test_evaluations(settings: list[str], tmp_path: Path) -> None:

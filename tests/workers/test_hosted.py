@@ -16,9 +16,13 @@ from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
-from rhymerl.types import Completion
+from rhymerl.testing import make_requests
+from rhymerl.types import Completion, Output
 from rhymerl.workers import coordinator
+from rhymerl.workers.messages import OutputDelta
 from rhymerl.workers.remote.in_flight import InFlight
+from rhymerl.workers.step import StepRequests
+from rhymerl.workers.versions import Versions
 from tests.distributed.threads import run_ranks
 from tests.rollout.ranked import (
     REWARD,
@@ -274,3 +278,16 @@ def test_after_further_rounds_auto_still_sees_what_drafts_bring():
             update_until(loop, lambda ahead: sum(map(len, ahead.outputs.values())) > 100)
     assert shares[0] == 1, "nothing was begun ahead yet"
     assert min(shares[1:]) > 0.02
+
+
+def test_a_step_knows_how_many_of_its_episodes_wait_as_far_as_it_is_told():
+    requests = make_requests(3)
+    plan = coordinator.make_plan(FIFOScheduler(), requests, num_workers=1, step=0)
+    work = StepRequests(step=0, requests=requests)
+    pending = InFlight(work=work, plan=plan, versions=Versions(oldest=0, final=0))
+    reasons: list[Any] = ["turn", "withdrawn", "stop"]
+    for request, reason in zip(requests, reasons, strict=True):
+        pending.extend(OutputDelta(id=request.id, start=0, output=Output.of([1], finish_reason=reason)))
+    assert pending.num_waiting == 1
+    pending.extend(OutputDelta(id=requests[0].id, start=1, output=Output.of([2])))  # the reply
+    assert pending.num_waiting == 0

@@ -173,6 +173,11 @@ class HostedWorkers(Workers):
             self._pool.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
 
     @property
+    def num_waiting(self) -> int:
+        with self._pool.changed:
+            return sum(pending.num_waiting for pending in self._pool.pending)
+
+    @property
     def works_ahead(self) -> bool:
         return self._ahead is not None and not self._lockstep
 

@@ -37,6 +37,11 @@ class InFlight:
     def is_evaluation(self) -> bool:
         return self.work.number is None
 
+    @property
+    def num_waiting(self) -> int:
+        """Return how many episodes wait for their environment, as far as they are told."""
+        return sum(output.finish_reason == "turn" for output in self.outputs.values())
+
     def request(self, name: str) -> RolloutRequest:
         """Return a request with what is known of its answer: its beginning, or a draft of it."""
         return self.versions.going_on(self.work.requests[self.index[name]], self.outputs.get(name))
