@@ -258,10 +258,10 @@ class Host:
         if self._episodes is None or not self.awaits_replies:
             return
         is_idle = not self.is_running and not any(map(self._may_run, self._jobs.values()))
-        priority = min(job.priority for job in self._jobs.values() if job.awaits_reply)
         started = time.perf_counter()
         replied = self._episodes.replied(timeout_s if is_idle else 0.0)
-        self._note("environment", priority, started)
+        if is_idle:
+            self._note("environment", min(job.priority for job in self._jobs.values() if job.awaits_reply), started)
         for name, output in replied:
             self._is_settled = False
             self._leave(self._jobs[name], output)
