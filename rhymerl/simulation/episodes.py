@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rhymerl.types import FloatArray, IndexArray
 
 
-class Turn(NamedTuple):
+class SimulatedTurn(NamedTuple):
     """What a turn takes: passes, what each of them verifies for it, and the wait behind it."""
 
     passes: float
@@ -54,7 +54,7 @@ class EpisodeCourse:
         self._decode()
         self.end = float(self.ends.max(initial=start))
 
-    def _of_turns(self, drafts: FloatArray) -> list[list[Turn]]:
+    def _of_turns(self, drafts: FloatArray) -> list[list[SimulatedTurn]]:
         """Return what each turn of each episode takes."""
         first = drafts[: self._decoding.max_running] > 0
         nodes = self._decoding.nodes_that_pay(int(first.sum()), int((~first).sum())) if first.any() else 0
@@ -65,7 +65,7 @@ class EpisodeCourse:
         self._passes = redone + plain
         verified = redone * (1 + nodes) + plain * self._decoding.verified
         columns = (self._passes, verified / np.maximum(self._passes, 1e-12), self._waits)
-        return [list(map(Turn, *row)) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return [list(map(SimulatedTurn, *row)) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _decode(self) -> None:
         for number in range(len(self._turn)):
