@@ -19,9 +19,9 @@ Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
 
 
 def points_of(costs: str | Path | Points) -> list[tuple[float, float]]:
-    """Return the points that an argument `costs` gives, or those of the JSON file {"costs": [[tokens, seconds], ...]} that it names.
+    """Return the points that an argument `costs` gives, itself or by the name of a JSON file.
 
-    Raises ValueError, which begins with `costs=`.
+    The file is {"costs": [[tokens, seconds], ...]}. Raises ValueError, which begins with `costs=`.
     """
     if not isinstance(costs, str | Path):
         return _checked(costs, "costs")
@@ -107,10 +107,10 @@ class PassCost(ABC):
 
 
 class CostCurve(PassCost):
-    """Given: seconds by the tokens of a pass, straight between the points and beyond the last one, and what asking takes.
+    """A given curve: seconds by the tokens of a pass, linear between the points and beyond the last, and drafting time.
 
-    `ask_cost` is that of a pass in which the drafter was asked, and of each request that it was asked for.
-    A unit other than seconds does as well: only ratios count. Raises ValueError for a curve that is none.
+    `ask_cost` is the time of a pass in which the drafter is asked, and of each request that it is asked for. Any other
+    unit does as well, since only ratios count. Raises ValueError for an invalid curve.
     """
 
     def __init__(self, points: Sequence[Sequence[float]], *, ask_cost: tuple[float, float] = (0.0, 0.0)) -> None:

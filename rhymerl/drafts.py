@@ -1,4 +1,4 @@
-"""Drafts: guesses of the next tokens as trees, one by one and packed over a running batch; their checks, depths and parts.
+"""Drafts: guesses of the next tokens as trees, single or packed over a running batch; checks, depths and parts.
 
 K = draft nodes, R = requests of a batch, N = draft nodes of a batch.
 """
@@ -75,7 +75,7 @@ class DraftBatch:
 
     @classmethod
     def pack(cls, drafts: Sequence[Draft]) -> DraftBatch:
-        """Return one batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
+        """Return one batch of single drafts. Never raises: a draft that is no two lists of ints goes to `problems`."""
         given: Sequence[object] = drafts  # they come from anybody's drafter
         problems = {r: problem for r, draft in enumerate(given) if (problem := _packing_problem(draft))}
         usable = [draft for r, draft in enumerate(drafts) if r not in problems]
@@ -318,7 +318,7 @@ def sound(
 
 
 def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:
-    """Return why a request's draft is no tree of at most `limits` [R] known tokens, by request; empty when all are fine."""
+    """Return, by request, why a draft is no tree of at most `limits` [R] known tokens; empty when all are valid."""
     codes = np.zeros(len(drafts), np.int64)
     _examine(drafts.token_ids, drafts.parents, drafts.starts, limits, vocabulary, codes)
     wrong = {r: _words(drafts, r, int(codes[r]), limits, vocabulary) for r in np.flatnonzero(codes).tolist()}

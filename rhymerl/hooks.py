@@ -1,4 +1,4 @@
-"""Calls of drafters, budgets and schedulers, which may be the user's own: what goes wrong in one is told with its class and line."""
+"""Calls of drafters, budgets and schedulers, which may be the user's own; errors name class and line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def class_path(component: object) -> str:
 
 
 def line_of(component: object, hook: str) -> str:
-    """Return the file and line at which the class has this hook: `my_module.py:12`; its module where there is no such file."""
+    """Return the file and line of a class's hook, as `my_module.py:12`; its module if there is no such file."""
     code = getattr(inspect.unwrap(getattr(type(component), hook)), "__code__", None)
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else class_path(component)
 

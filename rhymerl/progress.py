@@ -1,4 +1,4 @@
-"""The progress of a long command: one line that is written again and again on a terminal, elsewhere a plain line now and then."""
+"""The progress of a long command: one line, rewritten, on a terminal; elsewhere a plain line now and then."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class OracleDrafter(Drafter):
 
 
 class ScriptedBackend(RolloutBackend):
-    """Answers from a function of the request, `batch` a pass and in order: for the tests of everything around a backend."""
+    """Answers from a function of the request, `batch` a pass and in order: for tests of everything but a backend."""
 
     counts_passes = True
 

@@ -39,7 +39,10 @@ Split = Literal["train", "validation"]  # their histories are kept apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of the data set, tokenized: `Prompt(id="7", key="9f…", token_ids=[4, 11, 18], text="29\\n", columns={"answer": "29"})`."""
+    """One row of the data set, tokenized.
+
+    For example `Prompt(id="7", key="9f…", token_ids=[4, 11, 18], text="29\\n", columns={"answer": "29"})`.
+    """
 
     id: str  # stable over runs: the row's own `id` column, else a hash of the row
     key: str  # hash of the exact token ids and of the tokenizer and template that made them: history's key
@@ -90,7 +93,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """The end of one of an episode's turns, and the environment's reply: the tokens from `start` to `stop` of the answer."""
+    """The end of an episode's turn, and the environment's reply: tokens `start` to `stop` of the answer."""
 
     start: int
     stop: int  # start, where the episode is over
@@ -135,7 +138,7 @@ class Output:
         policy_version: int = 0,
         finish_reason: FinishReason = "withdrawn",
     ) -> Output:
-        """Return tokens that all have one log-prob and version; without arguments, an answer of which there is no token yet."""
+        """Return tokens with one log-prob and version; without arguments, an answer without tokens."""
         import numpy as np
 
         tokens = np.asarray(token_ids, np.int32)

@@ -65,7 +65,7 @@ class CostTable(PassCost):
         return np.array([np.interp(number, self.rows, column) for number, column in flat]).reshape(rows.shape)
 
     def points(self) -> list[list[float]]:
-        """Return [tokens, seconds] as `budget.costs` takes them: medians of all passes with about as many tokens, never falling."""
+        """Return [tokens, seconds] for `budget.costs`: medians of passes with about as many tokens, never falling."""
         tokens = (self.rows[:, None] * (1 + self.nodes)).ravel()
         bins = np.round(2 * np.log2(tokens))
         middle = [(tokens[bins == b].mean(), np.median(self.table.ravel()[bins == b])) for b in np.unique(bins)]

@@ -20,10 +20,10 @@ from rhymerl.training.checkpoint import damage, seal, step_of, unreadable
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames: the old file stays whole until the new one is on the disk. What ranks have written in parts it reads whole.
+    """Writes beside the target and renames, so the old file stays whole until the new one is on the disk.
 
-    Lightning's own goes through the directory for temporary files, from where a move may be a copy.
-    Raises RunError, naming the file, when it cannot be written.
+    A checkpoint that ranks have written in parts is read whole. Lightning's own goes through the directory for
+    temporary files, from where a move may be a copy. Raises RunError, naming the file, when it cannot be written.
     """
 
     def __init__(self, *, checks: bool = True) -> None:

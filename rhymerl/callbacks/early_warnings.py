@@ -68,7 +68,7 @@ class Recent:
         return float(np.mean(values)) if len(values) == WINDOW else None
 
     def share_right(self, *, end: int | None = None) -> float:
-        """Return which share of the drafts asked for in the last WINDOW steps was right, each weighing what it verified; nan where that is nothing."""
+        """Return the share of right drafts in the last WINDOW steps, weighted by verified nodes; NaN without any."""
         names = ("rollout/spec_accept_rate", "spec/draft_hit_rate", "budget/nodes_per_pass")
         found = [(self.metrics.get(name) or [1.0] * WINDOW)[:end][-WINDOW:] for name in names]
         right: float = sum(rate * hits * nodes for rate, hits, nodes in zip(*found, strict=False))

@@ -16,7 +16,10 @@ _LINE_S = 60.0
 
 
 class LiveProgress(L.Callback):
-    """A bar on a terminal; elsewhere a plain line after the first and third step, every `lines_every`, every minute, and at the end. Rank 0 only."""
+    """A bar on a terminal, else plain lines. Rank 0 only.
+
+    A line comes after the first and third step, every `lines_every` steps, every minute, and at the end.
+    """
 
     def __init__(self, *, lines_every: int = 10) -> None:
         self.lines_every = lines_every

@@ -38,7 +38,7 @@ def did_you_mean_command(word: str, names: Sequence[str]) -> str:
 
 
 def did_you_mean_config(word: str, kind: str) -> str:
-    """Suggest for a bare word the config of this kind that it names, or nearly so, or to resume the run that it names."""
+    """Suggest the config of this kind that a bare word means, or resuming the run that it names."""
     from rhymerl.cli.kinds import names_of
     from rhymerl.config.files import nearest_file
 

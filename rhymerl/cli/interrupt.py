@@ -1,4 +1,4 @@
-"""Signals that end a run: while training, the first one after the current step, with its state saved; the second at once."""
+"""Signals that end a run: the first after the current training step, with its state saved; the second at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping other libraries' chatter off the terminal. Only the command line does so; a program that imports rhymerl decides itself."""
+"""Keep other libraries' chatter off the terminal, in the command line only: importing rhymerl silences nothing."""
 
 from __future__ import annotations
 

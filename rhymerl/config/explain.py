@@ -1,4 +1,4 @@
-"""What a setting is, as constructors and config files say it: type, default, documentation, and where its value was set."""
+"""A setting as constructors and config files describe it: type, default, documentation, origin of its value."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _parameter(target: Callable[..., Any], found: inspect.Parameter) -> inspect.
 
 
 def _namespace(target: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Return the namespace in which the annotation of an argument was written: a dataclass inherits fields from other modules."""
+    """Return the namespace of an argument's annotation: a dataclass inherits fields from other modules."""
     owner: Any = target
     if isinstance(target, type):
         owner = next(kind for kind in target.__mro__ if "__init__" in vars(kind))

@@ -244,7 +244,10 @@ class PromptDataModule(L.LightningDataModule):
         return loaders[0] if len(loaders) == 1 else loaders
 
     def state_dict(self) -> dict[str, Any]:
-        """The training loader's, since Lightning itself restores only a loader that stopped within an epoch; and the run's start, if prompts tell it."""
+        """Return the training loader's state, and the run's start if prompts depend on it.
+
+        Lightning itself restores only a loader that stopped within an epoch.
+        """
         started = {"started": self.started.isoformat()} if self._tells_time else {}
         return {**self.train_loader.state_dict(), **started} if self.train_loader else {}
 

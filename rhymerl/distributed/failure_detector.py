@@ -52,7 +52,7 @@ class FailureDetector:
         _failure_detectors.add(self)
 
     def check(self, *, wait_s: float = 0.0) -> None:
-        """Raise RunError when a rank has ended. For a collective that broke, whose cause may be on its way: `wait_s`."""
+        """Raise RunError when a rank has ended; `wait_s` lets the cause of a broken collective arrive."""
         if wait_s:
             self._failed.wait(wait_s)
         if self._failure is not None:
@@ -118,7 +118,7 @@ def _say(line: str) -> None:
 
 
 class _Link:
-    """A connection to `rank`. After a hello, each end says at most one thing: why a rank ends, or shutdown, which is ""."""
+    """A connection to `rank`: after a hello each end sends at most why a rank ends, or "" for a shutdown."""
 
     def __init__(self, connection: socket.socket, rank: int = 0) -> None:
         self.socket = connection

@@ -24,7 +24,7 @@ class Drafter(ABC):
     def propose_batch(
         self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
     ) -> DraftBatch:
-        """Guess for all requests that may have a draft, at most `budgets[r]` (1 or more) nodes each; called once a pass.
+        """Draft for all requests that may have one, at most `budgets[r]` (1 or more) nodes each; called once a pass.
 
         Override it where a batch is cheaper than its parts.
         """
@@ -52,7 +52,7 @@ class Drafter(ABC):
         """The scored answers of a step, in canonical (prompt, sample) order."""
 
     def follow(self, delta: HistoryDelta) -> None:
-        """Take up what has changed in the history; called after each step, and with a snapshot when a run starts or resumes."""
+        """Apply changes of the history; called after each step, and with a snapshot when a run starts or resumes."""
 
     def close(self) -> None:
-        """The engine is gone and so are its requests: free threads and the like. Another engine may `start` requests later."""
+        """Free threads and the like: engine and requests are gone. Another engine may `start` requests later."""

@@ -68,7 +68,7 @@ class Nodes(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Room for one tree a line, L lines of at most `most` nodes; `grow_trees` fills it, `packed` makes a batch of it."""
+    """Room for L trees, one a line, of at most `most` nodes; `grow_trees` fills it, `packed` makes a batch of it."""
 
     nodes: Nodes
     counts: IndexArray  # [L]
@@ -179,7 +179,7 @@ def open_children(
     favours: FloatArray,
     num_open: int,
 ) -> int:
-    """Put equal tokens of the occurrences begin ... end - 1 side by side and append each run, with its sums; returns `num_open`."""
+    """Group equal tokens of the occurrences begin ... end - 1 and append each run with its sums; return `num_open`."""
     i = begin
     while i < end:
         token = follows[member[i]]

@@ -1,4 +1,4 @@
-"""Drafts from what the same prompt was answered before, and from what is being answered now (HistoSpec, arXiv 2508.18588)."""
+"""Drafts from earlier answers to the same prompt and from running ones (HistoSpec, arXiv 2508.18588)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GroupKey = tuple[str, ...]
 
 @dataclass(kw_only=True, eq=False)
 class HistoryTreeDrafter(Drafter):
-    """Trees of what followed the longest suffixes of the context in the prompt's earlier answers and in its running ones.
+    """Trees of the tokens that followed the context's longest suffixes in the prompt's earlier and running answers.
 
     An occurrence that shares n tokens with the context votes with weight length_weight ** n * recency ** age *
     exp(advantage_tilt * advantage); the age counts epochs, at most `window` of them (0 = no history). `own` adds the

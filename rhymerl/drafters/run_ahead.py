@@ -27,7 +27,7 @@ _AGREEING = 16  # match lengths of those that agree again
 
 
 class RunAheadDrafter(Drafter):
-    """Drafts a request's prefetched tokens (`RolloutRequest.prefetched`): those after its response, as one path, while the response agrees.
+    """Drafts `RolloutRequest.prefetched`: tokens after the response, as one path, while the response agrees with it.
 
     Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After a
     wrong token `inner` drafts for the request, as it does for all requests without such tokens, until a few tokens

@@ -21,7 +21,7 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float | None:
-    """Return 1 - Var(returns - values) / Var(returns) over the tokens that count; None where the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns) over the mask; None where returns do not vary."""
     wanted, error = returns[mask], (returns - values)[mask]
     if len(wanted) < 2 or not wanted.var() > 0:
         return None
