@@ -1,4 +1,4 @@
-"""The interfaces of rollout backends: `Backend` is what a run brings up and closes, `RolloutBackend` one worker's engine."""
+"""Interfaces of rollout backends: a run starts and closes a `Backend`; `RolloutBackend` is one worker's engine."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Backend(ABC):
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 
     def check(self, longest_tokens: int) -> None:
-        """Raise ConfigError when no sequence of that many tokens (prompt and answer) fits; called before any compute."""
+        """Raise ConfigError when no sequence (prompt and answer) of so many tokens fits; called before any compute."""
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
-        """Raise ConfigError for a drafter or a budget that the engine cannot use as they are set; called before any compute."""
+        """Raise ConfigError for a drafter or budget that the engine cannot use as set; called before any compute."""
 
     def share(self, setup: Setup | None) -> None:
         """Leave the update of a rank its memory on the device; called before `start`. None: nothing is trained."""
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:
-        """Return what an engine of a GPU takes there, with weights of its own where it `owns_policy`; None where that is not known."""
+        """Return an engine's memory on a GPU, weights included if it `owns_policy`; None if that is unknown."""
         return None
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Backend(ABC):
         return num_workers
 
     def release(self) -> None:
-        """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""
+        """End the stage: `start` (same policy and drafter) or `close` follows, so slow engines may stay up."""
         self.close()
 
     def close(self) -> None:
@@ -125,14 +125,14 @@ class RolloutBackend(Backend):
         return {}
 
     def outputs(self) -> list[Completion]:
-        """Return what there is of the requests in flight that have tokens; they go on. A backend that cannot see them knows none."""
+        """Return the tokens so far of requests in flight, which go on; a backend that cannot see them has none."""
         return []
 
     def learn(self, samples: Sequence[Sample]) -> None:
         """The scored answers of a step, in canonical (prompt, sample) order: the drafter learns from them."""
 
     def follow(self, history: HistoryStore) -> None:
-        """Let the drafter know what is new in `history`, which stays the trainer's; the first call after `start` brings all of it."""
+        """Pass what is new in `history` on to the drafter; the first call after `start` passes all of it on."""
 
     def sleep(self) -> None:
         """Give memory back, if that is wanted: nothing is in flight and the next `submit` comes after an update."""

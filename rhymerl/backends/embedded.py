@@ -125,7 +125,7 @@ class EmbeddedBackend(RolloutBackend):
         self._followed = NO_VERSION
 
     def _kv_tokens(self, policy: Policy) -> int:
-        """Return for how many tokens there are keys and values. Raises ConfigError where a GPU has no room for the longest sequence."""
+        """Return how many tokens' keys and values fit. Raises ConfigError if the longest sequence does not."""
         device, longest = policy.device, self._longest_tokens or policy.context_tokens
         if device.type != "cuda":
             return max(_KV_TOKENS, longest)
@@ -173,7 +173,11 @@ class EmbeddedBackend(RolloutBackend):
         self.engine.forget(ids)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Old keys and values are dropped. The engine reads the policy itself, or a copy, which takes the tensors: a collective where ranks hold parts."""
+        """Drop old keys and values.
+
+        The engine reads the policy itself, or a copy, which takes the tensors: a collective if weights are sharded over
+        ranks.
+        """
         self.engine.new_weights(policy_version)
         if self._copy is not None:
             self._refresh(named_tensors)
@@ -230,5 +234,5 @@ class EmbeddedBackend(RolloutBackend):
 
 
 def _bytes_of_casts(model: ModelShape) -> int:
-    """Return what copies of weights in the dtype of passes take; CUDA graphs read them, so they stay during the update."""
+    """Return the bytes of weights in the dtype of passes, which stay in the update: CUDA graphs read them."""
     return model.parameters * model.compute_itemsize if model.compute_itemsize != model.itemsize else 0

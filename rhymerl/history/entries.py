@@ -44,7 +44,7 @@ class Entry:
 
 
 class EvictionLog:
-    """The log of prompts that readers have to forget; it keeps the `size` newest. Readers behind `start` cannot be told."""
+    """The newest `size` prompts that readers have to forget; readers behind `start` need a snapshot."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -42,7 +42,7 @@ def write_sections(path: str | Path, sections: Mapping[str, bytearray], *, token
 
 
 def read_sections(path: str | Path, *, tokenizer: str | None) -> dict[str, bytes]:
-    """Return all sections, checked; `tokenizer` None takes those of any. Raises DataError naming the file and what is wrong with it."""
+    """Return all sections, checked; `tokenizer` None accepts any. Raises DataError naming the file and its defect."""
     location = f"history file {str(path)!r}"
     try:
         with Path(path).open("rb") as file:

@@ -1,4 +1,4 @@
-"""Prompts and their answers, or the changes of a history, as a few flat columns of bytes: for checkpoints, files and messages."""
+"""Prompts and answers, or a history's changes, as a few flat columns of bytes: for checkpoints, files, messages."""
 
 from __future__ import annotations
 

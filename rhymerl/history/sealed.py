@@ -126,7 +126,7 @@ class SealedHistory:
         return self._builder.submit(build)
 
     def settle(self, name: Name, *, wait: bool = True) -> None:
-        """Let the prompt's newest index take its place, once it is built (`wait`) or if it is; a small one is built on the spot."""
+        """Install the prompt's newest index if it is built, or once it is (`wait`); build a small one at once."""
         if name in self._stale:
             if wait or self._is_small(name):
                 self._stale.discard(name)

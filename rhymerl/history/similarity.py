@@ -90,7 +90,7 @@ def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
 
 
 def _num_matched(records: Sequence[TraceRecord], lengths: Indices, group: Indices, before: Indices) -> Indices:
-    """Return [records] matched tokens. A token is in a run exactly when it and the 3 before it occur in a row in the epoch before."""
+    """Return [records] matched tokens, which the epoch before has in a row with the 3 tokens before them."""
     if not lengths.sum():
         return np.zeros(len(records), np.int64)
     answer = np.repeat(np.arange(len(records)), lengths)[_PREFIX_TOKENS:]

@@ -204,10 +204,10 @@ class HistoryStore:
         return HistoryDelta(version=self.version, is_snapshot=True, changes=tuple(changes))
 
     def deltas(self, since: int) -> HistoryDelta:
-        """Return what a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
+        """Return the changes since version `since`; a snapshot if they are lost.
 
-        It is lost when the log of evictions has been cut since then, and when another state has been loaded. A reader
-        that knows nothing is at `NO_VERSION`.
+        A reader at `since` that applies them knows what the store knows. They are lost when the log of evictions has
+        been cut since then, and when another state has been loaded. A reader that knows nothing is at `NO_VERSION`.
         """
         if not self._log.start <= since <= self.version:
             return self.snapshot()

@@ -86,7 +86,7 @@ def requests_of(
     split: Split = "train",
     round_number: int = 0,
 ) -> list[RolloutRequest]:
-    """Return `group_size` requests a prompt, in canonical order; `seed` is the run's, `stop_token_ids` are the policy's."""
+    """Return `group_size` requests a prompt, in canonical order, from the run's `seed` and the policy's stop tokens."""
     sampling = settings.sampling(stop_token_ids)
     return [
         RolloutRequest(

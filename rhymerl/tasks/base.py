@@ -56,7 +56,7 @@ class Task(ABC):
         return None
 
     def demonstration(self, row: Row, random_source: random.Random) -> Problem:
-        """Return an answer to imitate in the warm start; one of several turns as chat messages. Raises TypeError when the task has none."""
+        """Return an answer for the warm start, as chat messages if of several turns. Raises TypeError if none."""
         raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")
 
     def rows(self, split: TaskSplit) -> list[Row]:

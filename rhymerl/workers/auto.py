@@ -26,7 +26,7 @@ class RunAheadRule:
         return scheduler
 
     def begins(self) -> bool:
-        """Return whether workers begin the step after the one that is under way; asked once in each that has a next one."""
+        """Return whether workers begin the step after the current one; asked once per step that has a next one."""
         return self.mode != "off"
 
     def learn(self, samples: Sequence[Sample]) -> None:

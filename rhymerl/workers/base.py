@@ -1,4 +1,4 @@
-"""The workers that answer a step's requests, as the rollout loop sees them: it knows neither where they live nor how many there are."""
+"""The workers that answer a step's requests; the rollout loop knows neither their number nor where they run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Workers(ABC):
         return False
 
     def ended_ahead(self) -> list[Completion]:
-        """Return the answers to the next step that have ended since the last call; `answer` yields them too. Any thread may call it."""
+        """Return the next step's answers that ended since the last call; any thread may. `answer` yields them too."""
         return []
 
     def end_step(self) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator of a step: it plans on rank 0, follows what every worker has, orders moves, and knows when all is done."""
+"""The coordinator of a step: it plans on rank 0, tracks every worker's requests, orders moves, and ends the step."""
 
 from __future__ import annotations
 

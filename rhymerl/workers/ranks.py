@@ -50,7 +50,7 @@ class MovedRequest:
 
 
 class RankStep:
-    """A step's requests as this rank has them: what it reports of them, gives away, gets from others, and has of the next step."""
+    """A step's requests on this rank: what it reports of them, gives away, receives, and has of the next step."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from rhymerl.types import RolloutRequest, Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequests:
-    """The requests that are answered together, in canonical order, and those of the next step, which workers may begin."""
+    """The requests that are answered together, in canonical order, and the next step's, which workers may begin."""
 
     step: int | str
     requests: Sequence[RolloutRequest]

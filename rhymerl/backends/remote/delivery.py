@@ -55,7 +55,7 @@ class Delivery:
         self._group: WeightGroup | None = None
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Nothing may be in flight. Raises BackendError when an engine refuses, or does not compute the policy afterwards."""
+        """Load weights; nothing may be in flight. Raises BackendError if an engine refuses or computes otherwise."""
         self.wake_up()
         dtype = DTYPES[self.dtype]
         if self.way == "tensor":

@@ -44,7 +44,7 @@ class Fleet:
         return fleet
 
     def each(self, action: Callable[[int, Client], T]) -> list[T]:
-        """Return what `action` gives for each engine and its number, run for all at the same time; raise what the first of them raises."""
+        """Return `action` of each engine and its number, run for all at once; raise the first exception."""
         if len(self.engines) == 1:
             return [action(0, self.engines[0])]
         with ThreadPoolExecutor(len(self.engines), thread_name_prefix="rhymerl-fleet") as threads:

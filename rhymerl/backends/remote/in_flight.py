@@ -37,7 +37,7 @@ class InFlightRequest:
 
     @property
     def failure(self) -> BaseException | None:
-        """Return why the engine could not be asked, or what it refused; None while it is in flight, and when it is well."""
+        """Return why the engine could not be asked or refused the request; None in flight and after success."""
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
@@ -128,7 +128,7 @@ class InFlightRequests:
             )
 
     def complete_all(self, requests: Sequence[InFlightRequest], completed: list[Completion]) -> None:
-        """Add the completions of those that are still in flight to `completed`, also of those behind one that raises."""
+        """Append the completions of requests still in flight to `completed`, even if one of them raises."""
         errors = []
         for sent in filter(self.has, requests):
             try:
@@ -149,7 +149,7 @@ class InFlightRequests:
         del self.requests[sent.request.id]
 
     def wait(self, timeout_s: float) -> list[InFlightRequest]:
-        """Wait until answers are back or the time is over, and return them. Requests that were completed otherwise are left out."""
+        """Wait for an answer, at most so long; return the requests that have one, unless completed otherwise."""
         try:
             back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""A proof that an engine computes the policy's model: it ignores weights whose names it does not know, and reports success."""
+"""A proof that an engine computes the policy: engines ignore weights with unknown names and report success."""
 
 from __future__ import annotations
 

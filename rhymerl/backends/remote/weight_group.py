@@ -1,4 +1,4 @@
-"""New weights over a process group of the trainer and its engines' ranks: no disk between them, on one node or several."""
+"""New weights over a process group of the trainer and its engines' ranks, on one or several nodes, without disk."""
 
 from __future__ import annotations
 
@@ -179,7 +179,10 @@ def _in_background(action: Callable[[], Any]) -> Future[Any]:
 
 @contextmanager
 def _told_of_errors() -> Iterator[None]:
-    """A group that is made here aborts at an error of NCCL's and leaves it to its caller; others end the process. One thread at a time."""
+    """Context in which new groups abort at an NCCL error and leave it to the caller; others end the process.
+
+    One thread at a time.
+    """
     with _environment:
         before = os.environ.get(_ERRORS)
         os.environ[_ERRORS] = "2"

@@ -47,7 +47,7 @@ def to_custom_params(request: RolloutRequest, *, feed: int, num_tokens: int = 0)
 def from_custom_params(
     params: Mapping[str, Any] | None, rid: str, token_ids: Sequence[int], sampling: SamplingParams
 ) -> RolloutRequest:
-    """The request again, from what came with SGLang's own: its id and its input (the prompt and what was generated before).
+    """Return the request, rebuilt from SGLang's own: its id and its input (prompt and tokens generated before).
 
     The log-probs of earlier tokens stay in the trainer: they are NaN here. Nor does the prompt have its text and
     columns. A request that is not ours, or whose parameters are not as they should be, is known by its prompt's tokens
@@ -114,7 +114,7 @@ def num_tokens_of(params: Mapping[str, Any] | None) -> int:
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """Return what `to_custom_params` has written, or None for anything else: clients of a server may send what they like.
+    """Return what `to_custom_params` has written, or None: a server's clients may send anything.
 
     An exception in SGLang's scheduler would end the engine.
     """

@@ -1,4 +1,4 @@
-"""The SGLang backend: a production engine in a process of its own, or one that already runs, with our drafters inside."""
+"""The SGLang backend: a production engine in its own process, or one that runs already, with our drafters inside."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _START_S = 600.0
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SGLangBackend(ServedBackend):
-    """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
+    """Answers come from an SGLang server that starts and ends with the run, or from servers that run at `url` already.
 
     All requests of a pass have as many draft nodes: with `budget=goodput` a number that pays, from 0 to `nodes`, chosen
     pass by pass; with `budget=fixed` its own. null lets `costs` choose the most (a file of `rhymerl bench costs`), for
@@ -123,11 +123,11 @@ class SGLangBackend(ServedBackend):
         self._longest_tokens = longest_tokens
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
-        """Raise ConfigError for a budget that the engine cannot keep to: it verifies as many nodes of every request in a pass."""
+        """Raise ConfigError for a budget that does not verify equally many nodes of all requests in a pass."""
         self._allowed_nodes(drafter, budget)
 
     def share(self, setup: Setup | None) -> None:
-        """An engine that the run starts is given what the update leaves of the GPU, unless `arguments` say mem_fraction_static."""
+        """Give a new engine what the update leaves of the GPU, unless `arguments` set mem_fraction_static."""
         self._setup = setup
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
@@ -167,7 +167,7 @@ class SGLangBackend(ServedBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """The engine computes in `dtype`, by default the policy's own, and not under `autocast`. One that was released goes on."""
+        """Start or resume the engine; it computes in `dtype`, by default the policy's, not under `autocast`."""
         if self._session is not None and self._session.serves(policy, drafter, self._longest_tokens):
             return
         self.close()
@@ -214,7 +214,7 @@ class SGLangBackend(ServedBackend):
         construct(check_for_ranks, {"arguments": self.arguments or {}}, key="backend")
 
     def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
-        """Tokens of a request in a pass, at most: its last one and the draft's nodes. Raises ConfigError as `check_drafting` does."""
+        """Return the most tokens of a request in a pass, draft included. Raises ConfigError as `check_drafting`."""
         allowed = self._allowed_nodes(drafter, budget)
         if isinstance(drafter, NoDrafter):
             return 1

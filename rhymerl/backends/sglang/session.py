@@ -71,7 +71,7 @@ class Session:
             raise
 
     def _found(self, addresses: Sequence[Client]) -> int:
-        """Find the engine there; return how many tokens a request and pass it has. Raises ConfigError where there are several."""
+        """Find the engine; return how many tokens a request and pass it has. Raises ConfigError for several."""
         self.fleet = Fleet.at(addresses, timeout_s=self.settings.silence_timeout_s)
         engine, *others = self.fleet.engines
         if others:
@@ -119,7 +119,7 @@ class Session:
         )
 
     def _nodes_a_pass(self) -> float:
-        """Return how many draft nodes a request has in a pass; as if it were the most in all passes where the engine has not told."""
+        """Return the draft nodes per request and pass; the most of any pass if the engine has not reported."""
         counted = self._remote_drafter.counters.nodes_a_pass if self._remote_drafter is not None else None
         return self._tokens_a_pass - 1 if counted is None else counted
 
@@ -131,7 +131,7 @@ class Session:
     def _recover(
         self, error: BackendError, *, version: int | None = None, without: Sequence[InFlightRequest] = ()
     ) -> None:
-        """A new engine with the policy's weights as `version`, by default the old one's, in the place of one that is dead or hangs.
+        """Replace an engine that is dead or hangs, with the policy's weights as `version`, by default the old one's.
 
         What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back
         before is completed. The policy has not changed since the old one's version. Raises its death, or `error`, where

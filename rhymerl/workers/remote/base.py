@@ -58,7 +58,7 @@ class HostedBackend(Backend):
         return num_ranks
 
     def ticks_of_update(self, num_exchanges: int) -> int:
-        """Return for how many ticks workers in lockstep go on while the policy is trained, after a step of so many exchanges."""
+        """Return the ticks of workers in lockstep during the update, after a step of `num_exchanges` exchanges."""
         return max(num_exchanges // 2, 1) * self.ticks_per_exchange
 
     def reserve(self, num_workers: int) -> None:

@@ -69,7 +69,7 @@ class WorkerHandle:
     def update_for(
         self, history: HistoryStore, requests: Iterable[RolloutRequest], *, newest: Iterable[PackedPrompt] = ()
     ) -> HistoryUpdate | None:
-        """Return the `newest` answers, and all to the prompts of these requests, that the worker does not have yet; None: it has all."""
+        """Return the history that the worker lacks: `newest` answers and all of these requests' prompts; else None."""
         prompts = {(request.split, request.prompt.key): request.prompt for request in requests}
         own = (
             PackedPrompt(split=split, key=key, token_ids=prompt.token_ids, answers=history.answers(prompt, split))

@@ -84,7 +84,7 @@ class WorkerPool:
         self.post(weights)
 
     def launch(self, pending: InFlight) -> None:
-        """Give each worker its queue of a step, without answers that are there already; others take that of one which is not back yet."""
+        """Give each worker its queue of a step, without answered requests; others take a missing worker's queue."""
         self.pending.append(pending)
         requests = pending.work.requests
         for handle, queue in zip(self.handles, pending.plan.queues, strict=True):
@@ -98,7 +98,7 @@ class WorkerPool:
             self._hand(handle, pending, left)
 
     def move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
-        """Take requests back from their workers; `_take_released` gives them to the others. Those that are to go to a missing one stay."""
+        """Take requests back for `_take_released` to give to other workers; those for a missing worker stay."""
         by_worker: dict[int, list[str]] = {}
         for index, goal in moves.items():
             name = pending.work.requests[index].id
@@ -193,7 +193,7 @@ class WorkerPool:
             self._take(handle)
 
     def _wait_for(self, handle: WorkerHandle, asked: Future[Events]) -> None:
-        """Wait for a worker in lockstep, however long its passes take. Raises BackendError where it does not answer at all."""
+        """Wait for a worker in lockstep, however long its passes take. Raises BackendError if it never answers."""
         limit_s = self._backend.hang_timeout_s if handle.is_here else self._backend.start_timeout_s
         while not wait([asked], limit_s).done:
             if handle.connection.is_alive(self._backend.hang_timeout_s):
@@ -291,7 +291,7 @@ class WorkerPool:
             self._deal(pending, names)
 
     def _deal(self, pending: InFlight, names: Sequence[str]) -> None:
-        """Give requests to workers that are up, the least busy ones first; to those that were there from the start where none is."""
+        """Give requests to the least busy workers that are up; if none is, to those that were there from the start."""
         goals = [handle for handle in self.handles if handle.is_up]
         goals = goals or [handle for handle in self.handles if not handle.is_late] or self.handles
         load = {handle.number: 0 for handle in goals}

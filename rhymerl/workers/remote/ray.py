@@ -312,7 +312,7 @@ class RayBackend(HostedBackend):
         return {name: found.get(name, 0.0) for name in self._each}
 
     def _join(self, num_workers: int = 1) -> None:
-        """Join the cluster, or start one here that is large enough for the CPUs asked for: engines share what there is."""
+        """Join the cluster, or start one here with enough CPUs for the engines, which share the machine."""
         import ray
 
         if ray.is_initialized():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeArrays:
-    """The trees that SGLang verifies: parents come first, and a node without a parent, except node 0, is padding that nothing can reach."""
+    """Trees that SGLang verifies: parents come first; a node without one, except node 0, is unreachable padding."""
 
     token_ids: IndexArray  # [R, n]
     parents: IndexArray  # [R, n] -1 = none
@@ -29,7 +29,7 @@ class TreeArrays:
 
     @staticmethod
     def message(trees: TreeArrays | None, num_requests: int, most: int) -> npt.NDArray[np.int64]:
-        """Return one array for the other ranks, [1 + 2 R most] whatever the trees, so that it can be received: n, tokens, parents; n is 0 for None."""
+        """Return n, tokens and parents (n = 0: None) in an array [1 + 2 R most], of one size for receiving ranks."""
         message = np.zeros(1 + 2 * num_requests * most, np.int64)
         if trees is not None:
             message[0] = trees.n

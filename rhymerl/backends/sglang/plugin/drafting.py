@@ -33,7 +33,7 @@ _REPORT_EVERY = 1024  # passes that a budget is told of: it keeps them until it 
 
 
 class EngineDrafting:
-    """Drafts by the protocol for SGLang's running batch: trees of one size in each pass, of which a request's last token is the first node.
+    """Drafts by the protocol for SGLang's running batch: trees of one size per pass, rooted at a request's last token.
 
     The budget's `widths` are the numbers of nodes of a request, by default none and its most. A pass has the smallest
     that holds its largest draft.
@@ -159,10 +159,10 @@ class EngineDrafting:
             _log.error("rhymerl: %s; drafts come from what is known until then", error)
 
     def _named_apart(self, request: RolloutRequest, here: Set[int]) -> RolloutRequest:
-        """The request by a name that no other row has, since drafters know requests by their names: two trainers may give the same one.
+        """Return the request under a name that no other row has: two trainers may give the same name.
 
-        A namesake that is not in the batch was put back into the queue. It is finished: it was taken away there before
-        this one was sent, or else starts anew when it is back.
+        Drafters know requests by their names. A namesake that is not in the batch was put back into the queue. It is
+        finished: it was taken away there before this one was sent, or else starts anew when it is back.
         """
         rows = {row.request.id: key for key, row in self._rows.items()}
         name = request.id

@@ -122,9 +122,10 @@ class EngineRow:
 
 
 def _sampling(params: Any, offset: int) -> SamplingParams:
-    """A request's parameters, from SGLang's own: greedy is top-k 1 there, all tokens a huge top-k, and what came before is not counted.
+    """Return a request's parameters from SGLang's own.
 
-    With `ignore_eos` it ignores all stop tokens.
+    There, greedy is top-k 1, all tokens are a huge top-k, and earlier tokens are not counted. With `ignore_eos` it
+    ignores all stop tokens.
     """
     stops = () if params.ignore_eos else tuple(sorted(params.stop_token_ids or ()))
     return SamplingParams(
