@@ -19,7 +19,7 @@ def on_host(device: torch.device) -> bool:
 
 
 class Inputs:
-    """Takes the arrays of a pass to a device without waiting for it: all in one copy, from memory that is pinned where there is CUDA."""
+    """Copies the arrays of a pass to a device at once, without waiting; from pinned memory if there is CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""What the memory of a rank follows from: the tensors of its models, the settings of its update, and an engine beside it."""
+"""The inputs of a rank's memory estimate: its models' tensors, its update's settings, and an engine beside it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Setup:
 
     @property
     def stream_itemsize(self) -> int:
-        """The bytes of an element of the weights that layers are given: sharded ones are gathered in what layers compute, there is no cast."""
+        """Return the bytes per element of layers' weights; sharded ones are gathered in the compute dtype."""
         return self.compute_itemsize if self.layout.is_sharded else self.itemsize
 
     @property

@@ -40,7 +40,7 @@ class Weight:
         return self.count * self.itemsize
 
     def part(self, num_shards: int) -> int:
-        """Return the elements on the rank that has the most: `fully_shard` divides the first dimension, of each tensor by itself."""
+        """Return the elements on the fullest rank: `fully_shard` divides each tensor along its first dimension."""
         if self.is_whole or not self.shape:
             return self.count
         return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])

@@ -1,4 +1,4 @@
-"""GGUF: a model, its tokenizer and its chat template in one file, with weights that may be quantised. transformers reads it."""
+"""GGUF: a model, tokenizer and chat template in one file, perhaps quantised; transformers reads it."""
 
 from __future__ import annotations
 

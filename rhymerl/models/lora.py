@@ -112,7 +112,7 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError for adapters of another kind than ours, whose weights could be neither handed over nor exported."""
+    """Raise ValueError for adapters of another kind, whose weights could be neither handed over nor exported."""
     if not is_adapted(model):
         return
     from peft.tuners.lora import Linear
@@ -156,7 +156,7 @@ def with_adapters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> It
 
 
 def unmerged(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, LowRank]]:
-    """Return the parameters of the model before it was adapted, and what is added to some, both by the names that a plain model has."""
+    """Return the parameters before adaptation, and the low-rank additions to some, both by a plain model's names."""
     layers = _adapted(model)
     of_adapters = {name for layer_name, layer in layers.items() for name in _own_names(layer_name, layer)}
     base: dict[str, Tensor] = {
