@@ -42,7 +42,7 @@ class PairedDifference:
 
 
 def paired_difference(first: Run, second: Run) -> PairedDifference | None:
-    """Return `second` minus `first`; None where they have no answers with the same noise: another seed, other prompts, or no record."""
+    """Return `second` minus `first`; None without answers of equal noise: other seed or prompts, or no record."""
     if first.answers is None or second.answers is None or first.settings.get("seed") != second.settings.get("seed"):
         return None
     mine, theirs = _by_step(first.answers), _by_step(second.answers)

@@ -125,7 +125,7 @@ class Reward:
         return tuple(name for name in self.parameters.required if name not in known)
 
     def select(self, columns: Mapping[str, Any], completion: Completion | None) -> dict[str, Any]:
-        """Return what a call is given of a row's columns, and of what is known of the completion where the function names it."""
+        """Return a call's arguments from a row's columns and, if the function names them, the completion's facts."""
         provided = {self.parameters.completion, *self._provided}
         names = columns if self.parameters.takes_any else self.parameters.names
         found = {name: columns[name] for name in names if name in columns and name not in provided}

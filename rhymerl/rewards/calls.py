@@ -24,9 +24,10 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of one call. `absent`: the function does not apply; `again`: it failed with others, so it must be called alone.
+    """The outcome of one call.
 
-    A reward process's first outcome is that of its start.
+    `absent`: the function does not apply; `again`: it failed with others, so it must be called alone. A reward
+    process's first outcome is that of its start.
     """
 
     position: int  # in the chunk
@@ -73,7 +74,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _number(value: object) -> float | None:
-    """Anything that is a number by itself (NumPy and 0-d tensors too), None, or one of them as `score`. Raises TypeError or ValueError."""
+    """Return a number (NumPy and 0-d tensors too) or None, by itself or as `score`. Raises TypeError or ValueError."""
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
     if value is None:

@@ -22,11 +22,12 @@ def brings(
     opens: Opens | None = None,
     try_answer: TryAnswer | None = None,
 ) -> Callable[[Function], Function]:
-    """A decorator. `check` gets the Reward and raises ConfigError, before any compute, where the function cannot work; `extract` is for maj@k.
+    """Return a decorator that adds hooks to a reward function.
 
-    `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from the
-    reward's arguments, and closes it in the end. `try_answer` gets the column `answer` of each row before a run. All
-    become attributes of the function, which other ways of setting them do as well.
+    `check` gets the Reward and raises ConfigError, before any compute, where the function cannot work; `extract` is for
+    maj@k. `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from
+    the reward's arguments, and closes it in the end. `try_answer` gets the column `answer` of each row before a run.
+    All become attributes of the function, which other ways of setting them do as well.
     """
 
     def decorate(function: Function) -> Function:

@@ -61,7 +61,7 @@ def try_math_answer(answer: object) -> str:
 
 @brings(check=check_math, extract=math_answer, try_answer=try_math_answer)
 def math_match(completion: str, *, answer: object) -> float:
-    r"""Return 1.0 when the last expression of the completion, best in `\boxed{}`, has the value of the answer; else 0.0.
+    r"""Return 1.0 when the completion's last expression, best in `\boxed{}`, equals the answer; else 0.0.
 
     A percentage is a hundredth part, and what it was written as; units and currencies do not count, and words are
     compared as text. By math-verify, whose time limits rest on a signal: they hold in a process's main thread, which is

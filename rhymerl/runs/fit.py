@@ -67,7 +67,7 @@ def fit(
     progress: ProgressBar = SILENT,
     is_dry: bool = False,
 ) -> dict[str, Any]:
-    """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
+    """Train, evaluating before and after; rank 0 writes config, checkpoints, logs and summary.json to the run folder.
 
     A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing
     is left to do. A dry run ends after all checks with an estimate (see `rhymerl.runs.plan.describe`), which it prints
@@ -180,7 +180,7 @@ def _is_profiled(config: DictConfig) -> bool:
 def _result_of_finished(
     point: ResumePoint, run_dir: Path, trainer: L.Trainer, datamodule: PromptDataModule, *, evaluates: bool
 ) -> Result | None:
-    """Return the result of a run that has nothing left to do; None for any other. The data is at the checkpoint's place."""
+    """Return the result of a run with nothing left to do, else None; the data is at the checkpoint's place."""
     loader, path = datamodule.train_loader, run_dir / "summary.json"
     assert loader is not None
     epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
@@ -198,7 +198,7 @@ def _result_of_finished(
 
 
 def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, float]:
-    """Return the validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
+    """Return the validation metrics of the policy, or of a checkpoint (`ckpt_path`); needs no training data.
 
     The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
     """

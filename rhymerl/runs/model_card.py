@@ -29,7 +29,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 
 
 def write_model_card(folder: Path, checkpoint: Mapping[str, Any], run: Path | None) -> None:
-    """Write `README.md` into the folder of an exported policy, and its reward as a picture where matplotlib is installed.
+    """Write the `README.md` of an exported policy, and its reward as a picture if matplotlib is installed.
 
     `run` is the directory of the run, for its results and curves; None where only the checkpoint is there.
     """
@@ -163,7 +163,7 @@ def _rewards(given: Any) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return what is public of a value as code within a line, where nothing is Markdown or HTML; all values outside of the settings come here."""
+    """Return a value's public part as inline code without Markdown or HTML, for all values beside the settings."""
     printable = "".join(each if each.isprintable() else " " for each in str(_public(value)))
     text = " ".join(printable.split()) or " "
     ticks = _ticks(text, least=1)

@@ -189,7 +189,7 @@ class Replay:
 
 
 def replay_trace(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """Return what `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
+    """Return what `rhymerl replay` prints; see configs/replay.yaml. Raises DataError for a broken trace."""
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))

@@ -103,7 +103,7 @@ class RunConfig(L.Callback):
 
 
 class _LastPoint(L.Callback):
-    """Puts the point of a checkpoint's step into curves that have been cut off there, without an evaluation that is made anew."""
+    """Adds the checkpoint's step to curves that were cut off there, without running an evaluation again."""
 
     def __init__(self, logger: TensorBoardLogger, point: ResumePoint) -> None:
         self.logger = logger

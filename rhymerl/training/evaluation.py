@@ -73,7 +73,7 @@ class EvaluationSettings:
         return limit
 
     def metrics(self, answered: Mapping[str, Sequence[Sample]], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Return all metrics of an evaluation, from the answers by data set; those without a set's name are means over the sets."""
+        """Return an evaluation's metrics from the answers by data set; names without a set are means over the sets."""
         extract = self._extract or next((reward.extract for reward in rewards if reward.extract), None)
         found = [
             evaluation_metrics(samples, name, right_by=self.right_by, extract=extract)
@@ -83,7 +83,7 @@ class EvaluationSettings:
         return means | {name: value for each in found for name, value in each.items() if name not in means}
 
     def why_nothing_passes(self, metrics: Mapping[str, float]) -> str | None:
-        """Return a sentence about data sets whose answers are rewarded, but never as right ones; None where there is none."""
+        """Return a sentence about data sets whose answers get rewards but never pass; None if there is none."""
         passes = {name.split("/")[1]: name for name in metrics if "/pass@" in name}  # that of all answers comes last
         means = {name.split("/")[1]: metrics[name] for name in metrics if "/mean@" in name}
         tasks = [task for task, name in passes.items() if metrics[name] == 0 < means[task]]
@@ -131,10 +131,10 @@ _OVERALL = ("eval/reward", "eval/mean_length", "eval/clipped_ratio")
 def evaluation_metrics(
     samples: Sequence[Sample], task: str = ONLY_SET, *, right_by: str | None = None, extract: Extract | None = None
 ) -> dict[str, float]:
-    """Return the metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt.
+    """Return the metrics of one data set (see docs/metrics.md).
 
-    Answers without a reward are left out of its mean, and prompts with such answers out of pass@k and maj@k. Raises
-    RewardError where no answer has one.
+    pass@k is for k = 1, 2, 4 … and all answers of a prompt. Answers without a reward are left out of its mean, and
+    prompts with such answers out of pass@k and maj@k. Raises RewardError where no answer has one.
     """
     rewards = [sample.reward for sample in samples if sample.has_reward]
     if not rewards:

@@ -14,7 +14,7 @@ from rhymerl.types import Sample
 
 
 class Evaluator:
-    """An evaluator takes the answers between `begin` and `end`, which puts `learners` back to what training had taught them."""
+    """Collects the answers between `begin` and `end`, which restores the state of `learners` from training."""
 
     def __init__(self, settings: EvaluationSettings, *learners: Learner) -> None:
         self.num_done = 0
@@ -42,7 +42,7 @@ class Evaluator:
         self._failures += result.failures
 
     def end(self, rewards: Sequence[Reward], *, step: int) -> dict[str, float]:
-        """Return the metrics of all answers, none where there were none. Raises RewardError where rewards have failed too often."""
+        """Return the metrics of all answers, if any. Raises RewardError if rewards have failed too often."""
         self._failures.check(rewards, "an evaluation")
         found: dict[str, float] = {}
         if self.answered:

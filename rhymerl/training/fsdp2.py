@@ -66,14 +66,15 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """A RhymeModule that is made within `trainer.init_module(empty_init=True)` gets a model without weights, which come as it is sharded."""
+        """Context of `trainer.init_module(empty_init=True)`: a RhymeModule gets its weights when it is sharded."""
         with torch.device("meta") if empty_init else nullcontext():
             yield
 
     def _shard(self, module: Any, precision: str) -> None:
-        """Spread the models of a RhymeModule over the ranks, unless an earlier stage has; they go to their device a layer at a time.
+        """Shard a RhymeModule's models over the ranks, unless an earlier stage has.
 
-        Raises ConfigError where a rank has been given other weights than rank 0.
+        They go to their device a layer at a time. Raises ConfigError where a rank has been given other weights than
+        rank 0.
         """
         policy, critic = module.model, module.critic
         if is_sharded(policy):
@@ -146,7 +147,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             shards.remove_others(path, kept=name)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint with this rank's part of its tensors, whatever ranks and whatever strategy have written it.
+        """Return a checkpoint with this rank's part of its tensors, whatever ranks or strategy have written it.
 
         Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already, and
         where ranks have chosen others: one may have seen an older state of a folder that they share.

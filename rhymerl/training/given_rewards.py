@@ -40,7 +40,7 @@ class RewardTrial:
 def checked_rewards(
     rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings, environment: object = None
 ) -> list[Reward]:
-    """Return the reward functions; where `rewards` is None the task's, else the sum of what an `environment` gives for turns.
+    """Return the reward functions: `rewards`, else the task's, else the sum of an `environment`'s turn rewards.
 
     Raises ConfigError for none; see `check_reward` and `check_evaluation`.
     """

@@ -16,7 +16,7 @@ _PLAIN = ("run_ahead", "max_staleness", "reward_workers", "environment_workers",
 
 
 def arguments_of(module: Any, source: object) -> dict[str, Any]:
-    """Return a RhymeModule's constructor arguments in plain containers, with a mark for each that a checkpoint cannot hold.
+    """Return a RhymeModule's arguments in plain containers, with a mark for each that a checkpoint cannot hold.
 
     `source` is where its model came from.
     """

@@ -29,7 +29,7 @@ def over_samples(
     shares: bool = False,
     in_step: bool = False,
 ) -> Tensor:
-    """Return what `work` says of every response token, [B, T] in float64 with zeros in the padding, in the host's memory.
+    """Return `work` for every response token, [B, T] in float64 with zeros in the padding, in host memory.
 
     With `behind` it also has what `work` says behind the last one, [B, T + 1]. This is a collective: each rank does the
     work for its share of the samples, and gets the whole. With `shares` what samples begin with is computed once. Where

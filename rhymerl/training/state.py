@@ -87,7 +87,10 @@ class Resumed:
         self._state = {name: state[name] for name in ("budgets", "loop", "classes")}
 
     def restore(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:
-        """Let them go on from it, once, if they are there: under fsdp2 they are before a checkpoint is read, otherwise after it."""
+        """Restore the loop and the budget once the workers exist.
+
+        Under fsdp2 that is before a checkpoint is read, otherwise after it.
+        """
         if self._state is None or loop is None or ranks is None:
             return
         if self._state["loop"] is not None:
@@ -97,7 +100,7 @@ class Resumed:
 
 
 def is_of_same_class(module: Module, name: str, state: Mapping[str, Any]) -> bool:
-    """Return whether a part is what it was, if that is known: one of another class cannot use its state, and begins anew."""
+    """Return whether a part's class is the saved one, or unknown; a part of another class begins anew."""
     return state["classes"][name] in (None, _class_of(getattr(module, name)))
 
 

@@ -145,7 +145,7 @@ class Updater:
         return [float(each.mean()) if each is not None and len(each) else None for each in trained]
 
     def forget(self) -> None:
-        """Free the step's batch and gradients, once nobody asks about them any more: an engine may need their memory."""
+        """Free the step's batch and gradients, once nobody needs them: an engine may need their memory."""
         self._batch = None
         for model in [self.model, *([self.critic] if self.critic is not None else [])]:
             model.zero_grad()

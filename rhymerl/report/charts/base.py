@@ -16,7 +16,7 @@ _WINDOW = 5  # steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Values by x. `marks` are large dots; a `band` is between `low` and `y`; `area` and `bars` stand on those of the series before."""
+    """Values by x: `marks` are large dots; a `band` goes from `low` to `y`; `area` and `bars` are stacked."""
 
     name: str
     x: Sequence[float]

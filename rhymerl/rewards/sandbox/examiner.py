@@ -1,4 +1,4 @@
-"""The process that has the tests. It believes nothing that the answer's process says of itself, only values that are right."""
+"""The process that has the tests; of the answer's process it trusts no claim, only values that are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine of its own: no network, no other processes, and of the files only Python's libraries, which cannot be written."""
+"""A machine of its own: no network, no other processes, and only Python's library files, read-only."""
 
 from __future__ import annotations
 

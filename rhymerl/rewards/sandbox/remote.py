@@ -184,7 +184,7 @@ class Remote:
         return hash((Remote, _handle_of(self)))
 
     def __getattr__(self, name: str) -> Any:
-        """Libraries believe an object's `__array_interface__` and its like, addresses in this process's memory included."""
+        """Refuse `__array_interface__` and its like: libraries believe them, even addresses in our own memory."""
         if name.startswith("__") and name.endswith("__") and name not in _OF_PYTHON:
             raise AttributeError(f"{name} of another process's object is not to be had")
         return _forward("__getattr__")(self, name)
@@ -208,7 +208,7 @@ for _name in EVERYTHING - {*vars(Remote)}:
 
 
 def _error(message: dict[str, Any], operation: str) -> Exception:
-    """Return the nearest of Python's own exceptions; those that end loops only where they belong, lest they end one of the tests'."""
+    """Return the nearest builtin exception; those that end loops only for iteration, lest they end a test's loop."""
     kinds, args = message["error"], message.get("args")
     texts = [str(arg) for arg in args] if isinstance(args, list) else []
     for name in kinds if isinstance(kinds, list) else ():

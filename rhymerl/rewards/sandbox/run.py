@@ -65,7 +65,7 @@ class JobResult:
 
 
 class Sandbox(WarmProcess):
-    """A place where answers are tried, each in a sandbox of its own, which finds `modules` imported. It is a context manager.
+    """A place that tries each answer in its own sandbox, with `modules` imported. It is a context manager.
 
     Entering starts the warm process if it can be had, and `run` does where there is none.
     """

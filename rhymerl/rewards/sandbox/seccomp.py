@@ -207,7 +207,7 @@ def _one_of(argument: int, values: Sequence[int], error: int = errno.EPERM) -> l
 
 
 def _anywhere_or_within(argument: int, high_halves: Sequence[int]) -> list[bytes]:
-    """An address: 0, which leaves the choice to the kernel, or in one of these parts of 4 GB. There is no memory elsewhere."""
+    """Allow an address that is 0, for the kernel to choose, or in one of these 4 GB parts: all memory is there."""
     is_zero = [_jump(_EQUAL, 0, 0, 2), _load(argument), _jump(_EQUAL, 0, 1, 0)]
     return [
         _load(argument, high=True),
