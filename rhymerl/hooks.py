@@ -25,7 +25,7 @@ def line_of(component: object, hook: str) -> str:
 class Hooks:
     """Turns exceptions of a component into HookErrors: `with hooks:` stands around its calls.
 
-    `setting` is the one that names the component. A HookError names the last line of the component's own file that led
+    `setting` names the component. A HookError names the last line of the component's own file that led
     there. Errors of rhymerl's own pass as they are.
     """
 

@@ -44,7 +44,7 @@ SILENT = ProgressBar()
 
 
 class ShownProgressBar(ProgressBar):
-    """Tells it on a stream, stderr by default. Code that prints besides has to end it first."""
+    """Shows progress on a stream, stderr by default. Other code has to end it before it prints."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream if stream is not None else sys.stderr

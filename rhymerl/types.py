@@ -106,7 +106,7 @@ class TurnEnd:
     saved_s: float | None = None  # of waiting, where the reply was remembered
 
     def behind(self, num_tokens: int) -> TurnEnd:
-        """Return it as it stands in an answer that has so many more tokens in front."""
+        """Return the turn's end in an answer with `num_tokens` more tokens in front."""
         return replace(self, start=self.start + num_tokens, stop=self.stop + num_tokens)
 
 
@@ -153,14 +153,14 @@ class Output:
         return len(self.token_ids)
 
     def __getitem__(self, part: slice) -> Output:
-        """Return some of its tokens; the reason, the counts and the turns stay those of the whole."""
+        """Return some of its tokens; the reason, the counts and the turns stay those of the whole output."""
         columns: dict[str, Any] = {
             name: None if column is None else column[part] for name, column in self._columns().items()
         }
         return replace(self, **columns)
 
     def __add__(self, later: Output) -> Output:
-        """Return its tokens and those sampled after them. Counts are summed, the reason is the later one's."""
+        """Return its tokens followed by later ones. Counts are summed; the reason is the later output's."""
         return replace(
             later.behind(self),
             num_passes=self.num_passes + later.num_passes,
@@ -170,7 +170,7 @@ class Output:
         )
 
     def behind(self, earlier: Output) -> Output:
-        """Return earlier tokens and then its own; the reason and the counts are its own, which are of the whole."""
+        """Return its tokens behind earlier ones; its reason and counts stay, since they are of the whole."""
         import numpy as np
 
         pairs = {name: (before, getattr(self, name)) for name, before in earlier._columns().items()}
@@ -180,7 +180,7 @@ class Output:
         return replace(self, **joined)
 
     def _columns(self) -> dict[str, Any]:
-        """What there is of each token, by name."""
+        """Return the arrays with one entry a token, by name."""
         return {name: getattr(self, name) for name in ("token_ids", "logprobs", "policy_versions", "sources")}
 
     @property
@@ -190,12 +190,12 @@ class Output:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether it has ended by a limit, or a failure, and not by itself."""
+        """Return whether it was ended by a limit or a failure."""
         return self.is_finished and self.finish_reason != "stop"
 
     @property
     def sampled(self) -> BoolArray:
-        """Which tokens the policy has sampled, [L]: all but those of replies."""
+        """Return which tokens the policy has sampled, [L]: all but those of replies."""
         import numpy as np
 
         mask = np.ones(len(self), np.bool_)
@@ -258,7 +258,7 @@ class Completion:
         return self.output.num_accepted
 
     def resume(self) -> RolloutRequest:
-        """Return the request that goes on from here."""
+        """Return the request that continues this answer."""
         return replace(self.request, output=self.output)
 
 
@@ -291,7 +291,7 @@ class Sample:
 
 
 class Ratio(float):
-    """A metric that is `part` / `whole`, 0 without a whole; of several ranks together it is that of the sums."""
+    """A metric `part` / `whole`, 0 without a whole; over several ranks, the ratio of the sums."""
 
     __slots__ = ("part", "whole")
     part: float

@@ -54,7 +54,7 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """Trained tokens of each sample, [B]."""
+        """Return the trained tokens of each sample, [B]."""
         return self.mask.sum(-1)
 
     def select(self, index: Tensor, width: int) -> Self:
@@ -95,7 +95,7 @@ class PolicyOutput:
 
 
 class Algorithm(ABC):
-    """Its constructor's arguments are its settings.
+    """An algorithm; its constructor's arguments are its settings.
 
     Metrics are summed over micro-batches and ranks, so each is a sum over tokens or samples divided by one of the
     `Totals`; names ending in `/min` and `/max` are combined by minimum and maximum instead.
@@ -136,7 +136,7 @@ class Algorithm(ABC):
         return {}
 
     def adapt(self, batch: Batch) -> None:
-        """Settings that adapt move here: after `metrics` of a step in which the policy was trained, on every rank."""
+        """Adapt settings, after `metrics` of a step in which the policy was trained, on every rank."""
 
     @property
     def may_stop(self) -> bool:
@@ -155,4 +155,4 @@ class Algorithm(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore what `state_dict` returned."""

@@ -1,4 +1,4 @@
-"""GRPO and its kin: the answers of a group are compared with one another (arXiv 2402.03300)."""
+"""GRPO and its variants: the answers of a group are compared with one another (arXiv 2402.03300)."""
 
 # Annotations are objects here, not strings: see policy_gradient.py.
 

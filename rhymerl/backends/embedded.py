@@ -150,7 +150,7 @@ class EmbeddedBackend(RolloutBackend):
 
     @property
     def engine(self) -> Engine:
-        """The running engine. Raises BackendError before `start` and after `close`."""
+        """Return the running engine. Raises BackendError before `start` and after `close`."""
         if self._engine is None:
             raise BackendError("the embedded backend has not been started")
         return self._engine

@@ -37,14 +37,14 @@ class Channel(ABC):
 
     @abstractmethod
     def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
-        """Send what this rank has (a report of None says nothing) and take what is there for it.
+        """Send this rank's report (None: nothing) and messages, and receive what has arrived for it.
 
         Rank 0 calls `decide`; the command may be among what is returned already. A rank with nothing else to do
         `waits` a moment for some.
         """
 
     def close(self) -> None:
-        """The work is over. Called after a collective, so that nobody reads any more."""
+        """End the work. Called after a collective, so that nobody reads any more."""
 
 
 class Ranks(ABC):
@@ -63,7 +63,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank; what the others give is not looked at."""
+        """Return rank 0's value on every rank; the other ranks' values are ignored."""
 
     @abstractmethod
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -77,17 +77,17 @@ class Ranks(ABC):
         """Raise RunError when a rank has ended. No collective: called wherever a rank waits or works for long."""
 
     def fail(self, reason: str) -> None:
-        """This rank is about to end because of an error, which the others are told. No collective."""
+        """End this rank with an error, which the other ranks report too. No collective."""
 
     def explain(self, error: BaseException) -> None:
         """Add to an error which rank has ended, if that broke the connection. May wait some seconds for it."""
 
     def close(self) -> None:
-        """This rank takes part no more; may be called twice. No collective."""
+        """End this rank's part; may be called twice. No collective."""
 
 
 class LockstepChannel(Channel):
-    """Every exchange is a collective of all ranks, so none goes ahead of another."""
+    """A channel on which every exchange is a collective, so no rank runs ahead of another."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

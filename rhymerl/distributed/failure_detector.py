@@ -1,4 +1,4 @@
-"""When one rank ends, all others learn which one and why, and end too.
+"""When a rank ends, all other ranks learn its number and reason, and end too.
 
 There is no heartbeat: a process that is busy or stopped for long is not dead. Every rank holds a connection to rank 0,
 which the operating system breaks when a process ends.

@@ -97,12 +97,12 @@ class RunAheadDrafter(Drafter):
 
 
 def listens(drafter: Drafter, hook: str) -> bool:
-    """Return whether the drafter does anything at that hook, which one that wraps another only passes on."""
+    """Return whether the innermost drafter implements that hook; wrappers only pass it on."""
     return getattr(type(innermost(drafter)), hook) is not getattr(Drafter, hook)
 
 
 def innermost(drafter: Drafter) -> Drafter:
-    """Return the one that others wrap."""
+    """Return the drafter inside all wrappers."""
     while isinstance(drafter, RunAheadDrafter):
         drafter = drafter.inner
     return drafter

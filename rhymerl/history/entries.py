@@ -87,7 +87,7 @@ def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value],
 
 
 def merge_answers(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict[AnswerKey, Answer]:
-    """Return one answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
+    """Return one answer per (epoch, sample), in order: the newer policy's, else the first one."""
     chosen = dict(known)
     for answer in answers:
         location = answer.epoch, answer.sample

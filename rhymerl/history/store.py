@@ -1,4 +1,4 @@
-"""The one owner of past answers; drafters and schedulers are readers that follow it."""
+"""The history of past answers; drafters and schedulers are readers that follow it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HistoryStore:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the token ids of answers and prompts, in memory or in the scratch file; of nothing else."""
+        """Return the bytes of all token ids of answers and prompts, in memory or in the scratch file."""
         return TOKEN_BYTES * self._tokens.num_live
 
     def add(self, prompt: Prompt, answers: Iterable[Answer], split: Split = "train") -> None:
@@ -89,7 +89,7 @@ class HistoryStore:
             self._trim()
 
     def answers(self, prompt: Prompt, split: Split = "train") -> tuple[Answer, ...]:
-        """Return what is known of exactly this prompt, oldest epoch first, then by sample."""
+        """Return the answers to exactly this prompt, oldest epoch first, then by sample."""
         _check_split(split)
         entry = self._entries.get((split, prompt.key))
         if entry is None:
@@ -111,7 +111,7 @@ class HistoryStore:
         ]
 
     def merge(self, other: HistoryStore) -> None:
-        """Add all that another store holds, as one change; its prompts then count as the last used, in its order."""
+        """Add another store's answers as one change; its prompts then count as last used, in its order."""
         with self._lock:
             self.version += 1
             for name, entry in list(other._entries.items()):
@@ -199,7 +199,7 @@ class HistoryStore:
     # -- readers -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> HistoryDelta:
-        """Return all that is known, longest unused prompt first."""
+        """Return all prompts and answers, the least recently used prompt first."""
         changes = [_change(name, entry, since=-1, is_forgotten=False) for name, entry in self._entries.items()]
         return HistoryDelta(version=self.version, is_snapshot=True, changes=tuple(changes))
 
@@ -222,11 +222,11 @@ class HistoryStore:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is known, as bytes and numbers; neither settings nor versions."""
+        """Return all answers as bytes and numbers, without settings and versions."""
         return {"format": FORMAT, "sections": pack(self._packed())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is known; window and caps apply. Raises DataError, before anything changes."""
+        """Replace all answers; window and caps apply. Raises DataError, before anything changes."""
         if state.get("format") != FORMAT:
             raise DataError(f"history in the checkpoint: its format is {state.get('format')!r}, expected {FORMAT}")
         try:
@@ -236,7 +236,7 @@ class HistoryStore:
         self._replace_by(prompts)
 
     def save(self, path: str | Path, tokenizer: str) -> None:
-        """Write a file that `load` reads; `tokenizer` is the fingerprint of what made the token ids."""
+        """Write a file for `load`; `tokenizer` is the fingerprint of the tokenizer of the token ids."""
         write_sections(path, pack(self._packed()), tokenizer=tokenizer)
 
     @classmethod

@@ -110,7 +110,7 @@ def total_bytes(weights: Iterable[Weight], num_shards: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a policy, a decoder with gated MLPs (Llama and its kin)."""
+    """The sizes of a policy, a decoder with gated MLPs (Llama-like)."""
 
     parameters: int  # without adapters
     layers: int

@@ -92,7 +92,7 @@ class Policy:
         return {**dict(named), **{number: token.content for number, token in added if token.special}}
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of an answer, without special tokens or with those before the one that ends it."""
+        """Return the text of an answer, without special tokens, or with all but the stop token."""
         if not skip_special_tokens and len(token_ids) and int(token_ids[-1]) in self.stop_token_ids:
             token_ids = token_ids[:-1]
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))

@@ -29,7 +29,7 @@ _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {  # what a function
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """The parameters of a reward function besides the completion."""
+    """The parameters of a reward function after the completion."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -100,7 +100,7 @@ class Reward:
 
     @property
     def setting(self) -> str:
-        """Return how messages name it: `rewards.score.function='my_module.score'`."""
+        """Return the reward's name in messages: `rewards.score.function='my_module.score'`."""
         return f"rewards.{self.name}.{self._function}"
 
     @property
@@ -116,7 +116,7 @@ class Reward:
 
     @property
     def extract(self) -> Extract | None:
-        """The function from a text to the answer that the reward looks at in it, or None where it has none."""
+        """Return the function that extracts the answer from a text, or None."""
         return getattr(self.call, "extract", None)
 
     @property
@@ -177,7 +177,7 @@ class Reward:
 
 
 def check_reward(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, str] | None = None) -> None:
-    """Raises ConfigError for what the function itself checks; else see `check_columns`."""
+    """Raise ConfigError for errors that the function itself finds; else see `check_columns`."""
     check = getattr(reward.call, "check", None)
     if check is not None:
         check(reward)
@@ -205,7 +205,7 @@ def _is_name(value: object) -> bool:
 
 
 def own_name(function: object) -> str:
-    """Return the name of a reward that is given none."""
+    """Return the default name of a reward."""
     if isinstance(function, str):
         return function.rpartition(".")[2] or "reward"
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")

@@ -59,7 +59,7 @@ class RolloutSettings:
         return (self.max_turns - 1) * self.max_reply_tokens
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
-        """Return the parameters of one request: the policy's own stop ids and the ones asked for besides."""
+        """Return the parameters of one request, with the policy's stop ids and the further ones of the settings."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,

@@ -296,7 +296,7 @@ class _Running:
         return Sample(completion=completion, text="", reward=record.reward, rewards={}, loss_mask=mask)
 
     def completion(self) -> Completion:
-        """Return what there is of the answer when its turn has ended."""
+        """Return the answer so far at the end of its turn."""
         reason = self.record.finish_reason if self._done == len(self._tokens) else "stop"
         return Completion(request=self.request, output=Output.of(self._response, finish_reason=reason))
 

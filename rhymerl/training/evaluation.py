@@ -24,7 +24,7 @@ _RIGHT = 1 - 1e-9  # the reward from which on an answer counts as right; a weigh
 
 @dataclass(kw_only=True, eq=False)
 class EvaluationSettings:
-    """`samples` answers a validation prompt at `temperature`; all else is the training rollout's.
+    """Answers each validation prompt `samples` times at `temperature`; all else is as in training rollouts.
 
     A run is evaluated before and after training, and every `every_n_steps` rollout steps in between if that is not 0.
     `sets` has what is other for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when its

@@ -70,7 +70,7 @@ Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 
 
 class RhymeModule(L.LightningModule):
-    """GRPO and its kin under `Trainer.fit(module, datamodule)`.
+    """GRPO and its variants under `Trainer.fit(module, datamodule)`.
 
     Every component may be an object or its config node; `model` also a directory or hub name. `rewards` None takes the
     reward of the task, else the sum of the environment's; `environment` None takes a task that replies.

@@ -77,13 +77,13 @@ def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
 
 
 class Resumed:
-    """A checkpoint's state of what is there only once the workers are: the loop and the budget."""
+    """A checkpoint's state of the loop and the budget, which exist only once the workers do."""
 
     def __init__(self) -> None:
         self._state: Mapping[str, Any] | None = None
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Keep it of what a checkpoint has."""
+        """Keep the state of loop and budget from a checkpoint."""
         self._state = {name: state[name] for name in ("budgets", "loop", "classes")}
 
     def restore(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:

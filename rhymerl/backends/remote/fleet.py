@@ -1,4 +1,4 @@
-"""The engines behind one backend: the one that it started, or those that run at its addresses already."""
+"""The engines behind one backend: one that it started, or running ones at its addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RANK = re.compile(r"@\d+$")  # behind the address, where a router tells an engi
 
 
 class Fleet:
-    """All of them have the same weights, so it does not matter which one answers a request."""
+    """Engines with the same weights, any of which may answer a request."""
 
     def __init__(self, engines: Sequence[Client], *, timeout_s: float = 600.0) -> None:
         """`timeout_s` is for whatever is posted to all of them."""

@@ -27,7 +27,7 @@ _LEAST_PIECE = 8
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request that has been sent to an engine; its `output` is what it was sent with."""
+    """A request that was sent to an engine, with its `output` at that time."""
 
     request: RolloutRequest
     rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
@@ -101,11 +101,11 @@ class InFlightRequests:
         return _completion(sent, self._output(sent, list(sent.pieces), "withdrawn"))
 
     def outputs(self) -> list[Completion]:
-        """Return what there is of requests some of whose pieces are there; they go on."""
+        """Return the tokens so far of requests that have pieces of an answer; they go on."""
         return [self._so_far(sent) for sent in self.requests.values() if sent.pieces]
 
     def complete(self, sent: InFlightRequest, *, is_withdrawn: bool = False) -> Completion:
-        """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
+        """Return the completion of an answered request. Raises BackendError if the engine failed it or gave it up."""
         self._leave(sent)
         if sent.answer.cancelled():
             return _completion(sent, Output.of())
@@ -120,7 +120,7 @@ class InFlightRequests:
         return _ended(_completion(sent, new), last.told)
 
     def _check_version(self, sent: InFlightRequest, version: str | None, num_tokens: int) -> None:
-        """An engine may have been started anew behind an address, or be given weights by somebody else."""
+        """Raise BackendError if the engine was restarted behind its address, or got another trainer's weights."""
         if num_tokens and version != str(self.policy_version):
             raise BackendError(
                 f"the SGLang engine at {self.engine.url} answered request {sent.request.id} with weights of version {version}, "
@@ -139,7 +139,7 @@ class InFlightRequests:
             raise errors[0]
 
     def abandon(self, sent: InFlightRequest) -> Completion:
-        """The completion of one whose engine is gone: what there is of it, or its answer if that has come."""
+        """Return the completion of a request whose engine is gone: its answer if it has come, else its pieces."""
         if sent.answer.done() and sent.failure is None:
             return self.complete(sent, is_withdrawn=True)
         self._leave(sent)
@@ -161,7 +161,7 @@ class InFlightRequests:
         return self.requests.get(sent.request.id) is sent
 
     def settle(self, requests: Sequence[InFlightRequest], timeout_s: float) -> None:
-        """Wait until all of these are back, or the time is over."""
+        """Wait until all of these requests have answers, or the time is over."""
         wait([sent.answer for sent in requests], timeout_s)
 
     def _drained(self) -> list[InFlightRequest]:
@@ -171,7 +171,7 @@ class InFlightRequests:
         return found
 
     def totals(self) -> Counter[str]:
-        """Tokens and passes of what has been completed since the last call."""
+        """Return tokens and passes of the requests completed since the last call."""
         totals, self._totals = self._totals, Counter()
         return totals
 
@@ -245,7 +245,7 @@ def _make_room_for(num_connections: int) -> None:
 
 
 def _completion(sent: InFlightRequest, new: Output) -> Completion:
-    """All that there is of the request: what it was sent with, and what is `new`."""
+    """Return the whole output of a request: what it was sent with, and the `new` tokens."""
     before = sent.request.output
     return Completion(request=sent.request, output=new if before is None else before + new)
 

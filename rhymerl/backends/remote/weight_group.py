@@ -71,7 +71,7 @@ class WeightGroup:
         self._meanwhile("/init_weights_update_group", contents, self._joining)
 
     def _join(self, content: Mapping[str, Any]) -> None:
-        """A group besides the default one, made as SGLang makes its side of it."""
+        """Make a group beside the default one, as SGLang makes its side."""
         # A connection as the engines have theirs: whoever waits at it fails as soon as the store is gone.
         address, port, size = content["master_address"], content["master_port"], content["world_size"]
         store = PrefixStore(self._name, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))

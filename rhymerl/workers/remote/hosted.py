@@ -148,7 +148,7 @@ class HostedWorkers(Workers):
             return [span for handle in self._pool.handles for span in handle.spans.take()]
 
     def _account(self, started: float) -> None:
-        """Note how busy workers were since the step before had its answers."""
+        """Note how busy workers were since the end of the step before."""
         now = time.monotonic()
         with self._pool.changed:
             busy_s = sum(handle.busy_s for handle in self._pool.handles)
@@ -169,7 +169,7 @@ class HostedWorkers(Workers):
             self._pool.wait(_SLICE_S, lambda: pending.finished or pending.moved)
 
     def _go_on_ahead(self) -> None:
-        """Let workers in lockstep go on with the next step, while nobody listens."""
+        """Let workers in lockstep go on with the next step during the update."""
         if self._lockstep and self._ahead is not None:
             self._pool.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
 
@@ -215,7 +215,7 @@ class HostedWorkers(Workers):
                 self._pool.post(Learn(samples=samples))
 
     def follow(self, history: HistoryStore) -> None:
-        """Workers get a prompt's past answers with the prompt."""
+        """Do nothing: workers get a prompt's past answers with the prompt."""
         self._pool.history = history if self._backend.remembers else None
 
     def metrics(self) -> Mapping[str, float]:

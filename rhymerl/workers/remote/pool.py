@@ -169,7 +169,7 @@ class WorkerPool:
             raise self._error
 
     def wait(self, timeout_s: float | None, for_what: Callable[[], object]) -> None:
-        """Let go of the lock until that holds, or for so long. Raises what `check` raises."""
+        """Release the lock until the condition holds, or for so long. Raises what `check` raises."""
         self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
         self.check()
 
@@ -181,7 +181,7 @@ class WorkerPool:
             self.settle()
 
     def settle(self) -> None:
-        """Take what workers in lockstep have to tell, in the order of their numbers.
+        """Take the events of workers in lockstep, in the order of their numbers.
 
         First all of them have stopped: what one tells may move requests of another, which is not to hear of it before
         its next exchange.
@@ -203,7 +203,7 @@ class WorkerPool:
             self._replace(handle, f"no answer for {limit_s:.0f} s")  # raises, as for all that are lost in lockstep
 
     def _take(self, handle: WorkerHandle) -> None:
-        """Take what a worker has told; one that is gone is replaced."""
+        """Take a worker's events; replace a worker that is gone."""
         assert handle.asked is not None
         future, handle.asked = handle.asked, None
         try:
@@ -234,7 +234,7 @@ class WorkerPool:
         return next((each for each in self.pending if each.worker.get(name) == handle.number), None)
 
     def _take_released(self, events: Events, handle: WorkerHandle) -> None:
-        """Requests that were withdrawn go on with the workers that they were moved to."""
+        """Give withdrawn requests to the workers that they were moved to."""
         by_goal: dict[tuple[int, int], list[str]] = {}
         for name, output in events.released:
             if (pending := self._owned(name, handle)) is None:
@@ -274,7 +274,7 @@ class WorkerPool:
         return BackendError(f"worker {handle.number} {self._too_late}" + (f": {why}" if why else ""))
 
     def _replace(self, handle: WorkerHandle, reason: str) -> None:
-        """Let others go on with what a worker had, and start another in its place."""
+        """Give a lost worker's requests to others, and start another worker in its place."""
         if self._lockstep:
             raise BackendError(f"worker {handle.number} is lost ({reason}), and others cannot go on for it in lockstep")
         self.num_lost += 1
@@ -311,7 +311,7 @@ class WorkerPool:
             self._submit(self.handles[worker], pending, share)
 
     def _even_out(self, handle: WorkerHandle) -> None:
-        """Give a worker that has come up late half of what the busiest one has, the last of its queue."""
+        """Give a late worker half of the busiest one's requests, the last of its queue."""
         for pending in self.pending:
             by_worker: dict[int, list[str]] = {}
             for name, worker in pending.worker.items():
@@ -326,5 +326,5 @@ class WorkerPool:
 
 
 def _of_worker(error: Exception, number: int) -> Exception:
-    """Return an error of a worker's engine as the run's."""
+    """Return an error of a worker's engine as an error of the run."""
     return error if isinstance(error, RhymeError) else BackendError(f"worker {number}: {error!r}")

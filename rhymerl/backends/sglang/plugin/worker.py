@@ -89,7 +89,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             self._drafting.flush()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
-        """There are no weights besides the target's, which are updated by others; 0.5.17 asks all the same."""
+        """Do nothing: only the target has weights, which others update; 0.5.17 asks all the same."""
         return True, "the drafter has no weights"
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
