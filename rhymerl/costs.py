@@ -65,7 +65,7 @@ class PassCost(ABC):
         prompt_tokens: int | IndexArray | FloatArray = 0,
         seen: FloatArray | IndexArray | None = None,
     ) -> FloatArray:
-        """Return the time of a pass with so many draft nodes in all (an array of choices).
+        """Return the time of a pass for each total number of draft nodes, an array of choices.
 
         The drafter was asked for `asked` requests before it, and so many tokens of prompts are computed beside. `seen`
         are the keys that rows and nodes attend to, summed, where that is known. Arrays and numbers go together as
@@ -88,7 +88,7 @@ class PassCost(ABC):
         seen: int = 0,
         is_cold: bool = False,
     ) -> float:
-        """A pass has taken so long; returns what it is held to have taken.
+        """Learn from a pass's time; return the time that counts for it.
 
         Beside rows and nodes it computed so many tokens of prompts; `seen` are the keys that rows and nodes attended
         to, summed. It `is_cold` where the drafter had been left alone before, so that its code and data had to be
@@ -97,7 +97,7 @@ class PassCost(ABC):
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
 
     def wants_plain(self, rows: int) -> bool:
-        """Return whether to leave the drafter alone for a pass over so many requests, to see what it costs then."""
+        """Return whether a pass over so many requests should go without drafts, to learn its cost."""
         return False
 
     @property

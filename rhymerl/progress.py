@@ -25,7 +25,7 @@ class ProgressBar:
         """Say that `words` are what goes on from now on, in `total` parts; 0 when nobody knows."""
 
     def advance(self, number: int = 1) -> None:
-        """Count so many parts more as done; do nothing without a `begin`."""
+        """Count further parts as done; do nothing without a `begin`."""
 
     def end(self) -> None:
         """It is done, and leaves nothing on a terminal."""

@@ -112,7 +112,7 @@ class TurnEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The tokens of an answer so far, and what they took. L = tokens.
+    """The tokens of an answer so far, with counts of passes and drafts. L = tokens.
 
     They are all sampled, but for the replies of an environment, which `turns` has.
     """

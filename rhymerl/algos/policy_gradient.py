@@ -143,7 +143,7 @@ class PolicyGradient(Algorithm):
             self._kl_coef *= 1 + 0.1 * error
 
     def _total_kl(self, batch: Batch) -> float:
-        """Return the sum of the batch's divergences: those that `prepare` found, else those of `old_logprobs`."""
+        """Return the sum of the batch's divergences from the reference, found by `prepare` or by `old_logprobs`."""
         of_answers = (
             self._divergence(batch.old_logprobs, batch).sum(-1) if batch.divergence is None else batch.divergence
         )

@@ -72,7 +72,7 @@ class CostTable(PassCost):
         return _rising([each for each, _ in middle], [cost for _, cost in middle])
 
     def points_at(self, rows: int) -> list[list[float]]:
-        """Return [tokens, seconds] of passes over just so many requests, which are among `self.rows`, by their nodes.
+        """Return [tokens, seconds] of passes over exactly so many requests, one of `self.rows`, by nodes.
 
         Fewer tokens than these requests have are of passes over fewer requests, without nodes.
         """

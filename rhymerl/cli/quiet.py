@@ -60,6 +60,6 @@ def quiet() -> Iterator[None]:
 
 
 def _quiet_thread(arguments: threading.ExceptHookArgs) -> None:
-    """A thread that writes TensorBoard's files gives its error to whoever writes next, who then says it in one line."""
+    """Silence TensorBoard's writer thread: its error is raised again, in one line, at the next write."""
     if not (isinstance(arguments.exc_value, OSError) and type(arguments.thread).__module__.startswith("tensorboard.")):
         threading.__excepthook__(arguments)

@@ -156,7 +156,7 @@ def _split_run(word: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint_of(run_dir: Path, step: int | None) -> str | None:
-    """Return the checkpoint after so many steps; None for step 0, from which a run begins anew."""
+    """Return the checkpoint after a step; None for step 0, from which a run starts over."""
     if step == 0:
         return None
     folder = run_dir / "checkpoints"

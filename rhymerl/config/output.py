@@ -73,7 +73,7 @@ def with_names(values: Any, config: DictConfig) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One setting, by its dotted key, that differs from what it was in a checkpoint."""
+    """One setting, by its dotted key, that differs from a checkpoint's."""
 
     key: str
     before: Any

@@ -63,7 +63,7 @@ class FailureDetector:
         self._disconnect(f"rank {self.rank} failed: {reason}")
 
     def close(self) -> None:
-        """Part from the others in peace, without waiting for them; what they do later is not reported any more.
+        """Leave the other ranks without waiting for them; their later ends are not reported.
 
         May be called twice, and after `fail`. When rank 0 closes, the others do not learn of one another any more.
         """

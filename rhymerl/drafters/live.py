@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LiveGroup:
-    """A prompt's live index and whose answer is in which of its rows; what has ended stays there for the others.
+    """A prompt's live index and the row of each request; ended answers stay there for the others.
 
     A request has a row from when it first asks for a draft.
     """

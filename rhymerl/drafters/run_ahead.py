@@ -110,7 +110,7 @@ def innermost(drafter: Drafter) -> Drafter:
 
 @dataclass(slots=True)
 class _Prefetched:
-    """The prefetched tokens, beside those of the response at the same positions."""
+    """The prefetched tokens of a request, and how they agree with its response."""
 
     token_ids: IntArray
     length: int = 0  # of the response

@@ -70,7 +70,7 @@ def noise_keys_on_device(counters: Tensor) -> Tensor:
 
 
 def _splitmix64_tensor(value: Tensor) -> Tensor:
-    """Compute splitmix64 on int64, whose products and sums wrap as those of uint64 do.
+    """Compute splitmix64 on int64, whose products and sums wrap like uint64's.
 
     `>>` copies the sign, so that is masked out.
     """

@@ -1,4 +1,4 @@
-"""The entries of a store: what it knows of one prompt, and since which version."""
+"""The entries of a store: each prompt's answers, and the versions since which they are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """A prompt and its answers, oldest epoch first, then by sample. Versions are those of the store."""
+    """A prompt and its answers, oldest epoch first, then by sample. Versions are the store's."""
 
     token_ids: IntArray  # [P]
     answers: dict[AnswerKey, Answer] = field(default_factory=dict)

@@ -162,7 +162,7 @@ class SealedHistory:
         return sum(sealed.bytes for sealed in (*self._sealed.values(), *built))
 
     def close(self) -> None:
-        """End the thread, when it has built what it was asked for."""
+        """End the thread after its pending indices."""
         if self._builder is not None:
             self._builder.shutdown(wait=True)
             self._builder = None

@@ -42,7 +42,7 @@ class EngineShape:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Its bytes by what they are for, where the longest sequence has just room."""
+        """Return its bytes by purpose, with room for just the longest sequence."""
         return {
             "engine_weights": self.weights,
             "keys_and_values": self.longest_tokens * self.kv_of_token,

@@ -46,7 +46,7 @@ class Weight:
         return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
 
     def cast(self, itemsize: int) -> Weight:
-        """Return it as a Trainer's precision of so many bytes makes it."""
+        """Return the weight in a Trainer's precision of so many bytes."""
         return replace(self, itemsize=max(itemsize, _FULL) if self.is_full else itemsize)
 
 
@@ -72,7 +72,7 @@ class Outline:
         return tuple(each for each in self.updated if each.is_trained)
 
     def cast(self, itemsize: int) -> Outline:
-        """Return them as a Trainer's precision of so many bytes makes them."""
+        """Return the weights in a Trainer's precision of so many bytes."""
         policy, reference, critic = (
             tuple(each.cast(itemsize) for each in weights) for weights in (self.policy, self.reference, self.critic)
         )

@@ -1,4 +1,4 @@
-"""What a rank holds on its device, by what it is for: a table of bytes, of which the plan is the sum."""
+"""The bytes that a rank holds on its device, by purpose; the plan is their sum."""
 
 from __future__ import annotations
 

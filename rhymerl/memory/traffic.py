@@ -66,7 +66,7 @@ def _gathered(setup: Setup, weights: Iterable[Weight]) -> int:
 
 
 def _scattered(setup: Setup) -> int:
-    """Return what a backward sends: the sum within a group of ranks, and that of each part over the groups."""
+    """Return what a backward sends: the reduce-scatter in a group of ranks, and each part's sum over groups."""
     shards, replicas = setup.layout.num_shards, setup.layout.num_replicas
     divided = filter(setup.layout.divides, setup.tensors.trained)
     parts = sum(each.part(shards) * setup.summed_itemsize(each) for each in divided)

@@ -199,7 +199,7 @@ class Filler:
                 _give(parameter, content.to(parameter.dtype))
 
     def fingerprint(self) -> str:
-        """Return that of the model, all of whose modules have been filled."""
+        """Return the fingerprint of the model, once all of its modules have been filled."""
         return fingerprint_of((name, shape, self._summaries[key]) for name, shape, key in self._state)
 
 

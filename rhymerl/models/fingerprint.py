@@ -17,7 +17,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def fingerprint_of(found: Iterable[tuple[str, Tensor, bytes]]) -> str:
-    """Return that of a state dict's names, tensors (for shapes and dtypes), and their summaries."""
+    """Return the fingerprint of a state dict's names, tensors (for shapes and dtypes), and their summaries."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight, content in found:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())

@@ -17,7 +17,7 @@ _COUNTS = ("sample", "tokens", "passes", "drafted", "accepted", "is_cut")
 
 
 class AnswerColumns:
-    """Puts the answers of one step behind those of another; a long run has millions."""
+    """Collects the answers of all steps in columns; a long run has millions."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, int] = {}  # by id

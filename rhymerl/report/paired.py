@@ -19,7 +19,7 @@ _LEAST_PROMPTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedDifference:
-    """The reward of one run minus that of another, by step. S = steps that both have.
+    """The reward of one run minus another's, by step. S = steps that both have.
 
     Prompts are the units: the mean over the answers to a prompt counts once, and variances are those of a mean over
     prompts.

@@ -43,7 +43,7 @@ def _or_none(values: FloatArray) -> list[float | None]:
 
 
 def _chosen_rows(answers: Answers, most: int) -> Any:
-    """Return the answers of every so many steps, the last one among them."""
+    """Return the answers of evenly spaced steps, the last one included."""
     steps = np.unique(answers.step)
     stride = -(-len(answers) // most)
     while True:

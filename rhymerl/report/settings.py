@@ -1,4 +1,4 @@
-"""The settings of runs, and in what they differ."""
+"""The settings of runs, and their differences."""
 
 from __future__ import annotations
 

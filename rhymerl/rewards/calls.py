@@ -42,7 +42,7 @@ Drive = Callable[[Coroutine[Any, Any, Any]], Any]  # runs a coroutine to its end
 
 
 class Attempt:
-    """Runs user code: `with Attempt() as attempt: …` keeps what it raises, as an error and as one line."""
+    """Runs user code: `with Attempt() as attempt: …` keeps its exception, as an error and as one line."""
 
     error: BaseException | None = None
     message: str = ""

@@ -79,7 +79,7 @@ class RewardScorer:
 
     @property
     def turn_weight(self) -> float:
-        """Return the weight of turn rewards in a sample's reward: that of the function which sums them."""
+        """Return the weight of turn rewards in a sample's reward, taken from the function that sums them."""
         return sum(reward.weight for reward in self.rewards if reward.call is turn_rewards)
 
     def begin(self, key: str, text: str, columns: Mapping[str, Any], completion: Completion | None = None) -> None:

@@ -13,7 +13,7 @@ from rhymerl.types import Output, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredOutput:
-    """An answer and its rewards, as sent to the other ranks; `index` is that of its request in the step's list."""
+    """An answer and its rewards, as sent to the other ranks; `index` is its request's in the step's list."""
 
     index: int
     output: Output

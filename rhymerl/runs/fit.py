@@ -243,7 +243,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
 
 @contextmanager
 def _full_disk(run_dir: Path) -> Iterator[None]:
-    """Context in which no space left is an error of one line, whoever meets it."""
+    """Context in which a full disk is an error of one line, wherever it occurs."""
     try:
         yield
     except OSError as error:

@@ -53,7 +53,7 @@ def forecast(records: Iterable[TraceRecord]) -> Forecast | None:
 
 
 def _halves(group: Sequence[TraceRecord]) -> list[TraceRecord]:
-    """Return the answers to a prompt, the first half as those of an epoch, the others as those of the next."""
+    """Return the answers to a prompt in two halves, as answers of two epochs."""
     return [replace(each, epoch=int(index >= len(group) // 2)) for index, each in enumerate(group)]
 
 

@@ -1,4 +1,4 @@
-"""The README.md of an exported policy: what it was trained on and how, with its results and its reward by step."""
+"""The README.md of an exported policy: its training data and settings, its results, and its reward by step."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class _Running:
         return self._tokens[before : self._done]
 
     def goes_on(self) -> bool:
-        """Return whether there is another turn, and let it begin behind the reply to the one before."""
+        """Return whether there is another turn, and begin it after the reply to the last one."""
         self._done, self._end = next(self._turns, (self._done, self._done))
         self.request = replace(self.request, output=Output.of(self._response))
         return not self.has_left

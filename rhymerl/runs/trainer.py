@@ -1,4 +1,4 @@
-"""The Lightning Trainer of a run, and what it keeps in the run directory."""
+"""The Lightning Trainer of a run, and its files in the run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: whether one is whole, what it holds, and which one of a run is the newest whole one."""
+"""Checkpoint files: checks that they are whole, their contents, and the newest whole one of a run."""
 
 from __future__ import annotations
 

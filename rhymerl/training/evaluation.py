@@ -68,7 +68,7 @@ class EvaluationSettings:
         )
 
     def max_tokens_of(self, name: str) -> int | None:
-        """Return the limit on answers to the data set `name`, None for that of training."""
+        """Return the limit on answers to the data set `name`, None for the limit of training."""
         limit: int | None = self._of(name)["max_tokens"]
         return limit
 

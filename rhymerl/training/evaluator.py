@@ -1,4 +1,4 @@
-"""The evaluations of a run: what has been answered in the one under way, and what came of the latest one."""
+"""The evaluations of a run: the answers of the current one, and the metrics of the latest one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Evaluator:
         self._failures = Failures()  # of the rewards
 
     def is_due(self, step: int) -> bool:
-        """Return whether one is due after so many rollout steps, and has not been made."""
+        """Return whether an evaluation is due after so many rollout steps, and has not been run."""
         every = self._settings.every_n_steps
         return bool(every and step) and step % every == 0 and self.done_at != step
 

@@ -176,7 +176,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def check_replicas(num_replicas: int, num_ranks: int) -> None:
-    """Raise ConfigError where so many groups cannot be made of the ranks."""
+    """Raise ConfigError if the ranks cannot be divided into so many groups."""
     if num_ranks % num_replicas:
         raise ConfigError(
             f"trainer.strategy.num_replicas={num_replicas}: so many groups of one size cannot be made of all ranks; expected a "

@@ -1,4 +1,4 @@
-"""The memory of a module's ranks: what it follows from, and what is said where their GPUs are too small."""
+"""The memory of a module's ranks: the estimate's inputs, and the message for GPUs that are too small."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def take_parts(checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizers
 def _targets(
     tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
-    """Yield each tensor with the one after which it is to be sharded; a step's number is the same on all ranks."""
+    """Yield each tensor with the one whose sharding it gets; a step's number is the same on all ranks."""
     parameters: list[list[nn.Parameter]] = [
         [each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers
     ]

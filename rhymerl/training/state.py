@@ -70,7 +70,7 @@ def load_state(module: Module, state: Mapping[str, Any]) -> None:
 
 
 def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
-    """Load the estimates of this rank; those of the first one where there were fewer ranks."""
+    """Load this rank's estimates; the first rank's if there were fewer ranks."""
     if is_of_same_class(module, "budget", state):
         budgets = state["budgets"]
         module.budget.load_state_dict(budgets[rank if rank < len(budgets) else 0])

@@ -310,7 +310,7 @@ def check_precision(precision: object) -> None:
 
 
 def performance(num_tokens: int, seconds: float, device: torch.device) -> dict[str, float]:
-    """Return the metrics of a step that took so long for so many response tokens."""
+    """Return the metrics of a step's speed, by its seconds and response tokens."""
     return {
         "timing_s/step": seconds,
         "perf/time_per_step": seconds,

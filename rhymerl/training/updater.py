@@ -179,7 +179,7 @@ class Updater:
         return self._sampled_otherwise(samples, version) if is_wanted else []
 
     def _sampled_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
-        """Return the samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
+        """Return the samples whose behaviour log-probs differ from the current policy's by more than rounding."""
         return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_sampled_by(version, sample))]
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 def clipped_value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return half the squared error of each token, and where it is that of the clipped value.
+    """Return half the squared error of each token, and where the clipped value's error is used.
 
     The worse of the value's and of the value that moved at most `clip` from the old one: baselines, PPO2; a clip of
     None leaves the first.

@@ -30,7 +30,7 @@ class NoAnswerError(BackendError):
 
 
 class RefusedError(BackendError):
-    """An engine answers, but not with what it was asked for."""
+    """An engine answered, but refused the request or failed."""
 
 
 class Client:
@@ -177,7 +177,7 @@ def _read(response: http.client.HTTPResponse) -> bytes:
 
 
 def _shut(connected: socket.socket) -> None:
-    """Let whoever reads from it find it closed."""
+    """Close a socket for its readers too."""
     with suppress(OSError):  # it is closed already
         connected.shutdown(socket.SHUT_RDWR)
 

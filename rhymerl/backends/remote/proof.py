@@ -35,7 +35,7 @@ _policy_free = threading.Lock()  # engines may be proven side by side
 
 
 def prove_server(client: Client, policy: Policy, dtype: str) -> None:
-    """Raise BackendError unless the log-probs of a short greedy answer are those of the policy."""
+    """Raise BackendError unless a short greedy answer has the policy's log-probs."""
     rows = policy.model.config.get_text_config().vocab_size
     prompt = [(7 * i) % rows for i in range(1, _PROMPT + 1)]
     request = _request(np.array(prompt, np.int32), seed=0, sampling=SamplingParams(max_tokens=_ANSWER, temperature=0.0))

@@ -43,7 +43,7 @@ class MemorySplit:
         return self.free_bytes - self.memory.parts["engine_rest"] - self.memory.beside_engine
 
     def fraction_of(self, free_bytes: int) -> float:
-        """Return the mem_fraction_static that gives an engine the same bytes where so many are free.
+        """Return the mem_fraction_static that gives an engine the same bytes when `free_bytes` are free.
 
         It is rounded down to three places, and leaves an engine some memory to work with.
         """

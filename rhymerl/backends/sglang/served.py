@@ -67,7 +67,7 @@ class ServedDrafter:
 
     @classmethod
     def at(cls, engine: Client, *, timeout_s: float) -> ServedDrafter | None:
-        """Return that of a server, None where it has no route of ours. Raises BackendError as `Client.get` does."""
+        """Return the drafter of a server, None without our route. Raises BackendError as `Client.get` does."""
         if not _is_ours(engine.get_if_known(ROUTE, timeout_s=timeout_s)):
             return None
         counters = ServedCounters(engine, timeout_s=timeout_s)

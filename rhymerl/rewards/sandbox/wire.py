@@ -14,7 +14,7 @@ _CHUNK_BYTES = 2**16
 
 
 class BrokenMessageError(Exception):
-    """The received bytes are no message of ours; whoever sent them is not to be believed."""
+    """The received bytes are no message of ours; their sender is not trusted."""
 
 
 def write_message(fd: int, message: Any) -> None:

@@ -62,7 +62,7 @@ class HostedBackend(Backend):
         return max(num_exchanges // 2, 1) * self.ticks_per_exchange
 
     def reserve(self, num_workers: int) -> None:
-        """Raise ConfigError where there can never be so many workers; called once before the first `connect`."""
+        """Raise ConfigError if there can never be so many workers; called once before the first `connect`."""
 
     def why_absent(self) -> str:
         """Return what may keep a worker from coming up, in some words; empty where that is not known."""

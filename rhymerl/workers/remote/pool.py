@@ -1,4 +1,4 @@
-"""The workers apart from the trainer: what they are sent, what they report, and who goes on for one that is lost."""
+"""The pool of workers apart from the trainer: messages to them, their events, and replacements of lost ones."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class RayBackend(HostedBackend):
         return num_workers if self.min_workers is None else min(self.min_workers, num_workers)
 
     def reserve(self, num_workers: int) -> None:
-        """Raise ConfigError where the cluster is too small for so many workers: they would wait for ever."""
+        """Raise ConfigError if the cluster is too small for so many workers, which would wait for ever."""
         import ray
 
         self._join(num_workers)
@@ -308,7 +308,7 @@ class RayBackend(HostedBackend):
         return {name: amount for name, amount in amounts.items() if amount}
 
     def _of(self, found: Mapping[str, float]) -> dict[str, float]:
-        """Return how much there is of what a worker takes."""
+        """Return the amounts of the resources that a worker takes."""
         return {name: found.get(name, 0.0) for name in self._each}
 
     def _join(self, num_workers: int = 1) -> None:

@@ -203,7 +203,7 @@ class EngineDrafting:
         return drafts.scatter(askers, len(rows))
 
     def flush(self) -> None:
-        """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too.
+        """Forget all requests: the engine is empty, and so is its queue.
 
         New weights are coming. Where no trainer tells of its history, a step is over: the drafter hears that nothing is
         new in it.

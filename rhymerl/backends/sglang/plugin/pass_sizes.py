@@ -27,7 +27,7 @@ class PassSizes:
         self._of_runner: dict[int, dict[str, Any]] = {self._most: {}}
 
     def make_buffers(self) -> None:
-        """Make the worker's own buffers; called when those of the most are there."""
+        """Make the worker's own buffers; called once the largest size has some."""
         most = dict(vars(self._worker))
         for n in self._others:
             self._worker.draft_token_num = n

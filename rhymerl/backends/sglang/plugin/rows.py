@@ -52,7 +52,7 @@ class EngineRow:
 
     @classmethod
     def of(cls, engine_request: EngineRequest, num_nodes: int) -> EngineRow:
-        """A request that has come, with room for trees of so many nodes behind its end."""
+        """Return the row of a new request, with room for trees behind its end."""
         given, params = engine_request.origin_input_ids, engine_request.sampling_params
         sampling = _sampling(params, noise_of(params.custom_params, engine_request.rid)[1])
         request = from_custom_params(params.custom_params, engine_request.rid, given, sampling)

@@ -77,7 +77,7 @@ class EngineSettings:
             ) from error
 
     def report(self, found: Findings) -> None:
-        """Say that the plugin is in place, and what it has not found; each process of the engine says the same."""
+        """Report that the plugin is in place, and what it lacks; each process of the engine reports the same."""
         path = Path(self.folder) / _REPORT
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(found.to_json())
