@@ -65,7 +65,7 @@ class _Compiled:
 
     @cached_property
     def inlined(self) -> Any:
-        """The function for callers that are compiled: they take the code into their own.
+        """Return the function for compiled callers, which inline its code.
 
         Otherwise a process that compiles both would call the function by itself, and one that loads the caller from the
         cache a copy that was optimized with it: their sums are rounded differently.

@@ -76,7 +76,7 @@ def open_folder(name: str | Path, *, setting: str = "run_dir") -> Path:
 
 @contextmanager
 def unmade_if_empty(path: Path) -> Iterator[None]:
-    """A directory that is made within, and those above it, are gone afterwards if nothing was put there."""
+    """Context that removes a directory made within, and those above it, if nothing was put there."""
     made = [each for each in (path, *path.parents) if not each.exists()]
     try:
         yield
@@ -183,7 +183,7 @@ class _Lock:
             )
 
     def release(self) -> None:
-        """The file goes first, while nobody else can hold it."""
+        """Remove the file, then release the lock, so that nobody else can hold it in between."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
             self.close()

@@ -12,7 +12,7 @@ from rhymerl.errors import HookError, RhymeError
 
 
 def class_path(component: object) -> str:
-    """`my_module.MyDrafter`."""
+    """Return a class's path, such as `my_module.MyDrafter`."""
     return f"{type(component).__module__}.{type(component).__qualname__}"
 
 

@@ -19,7 +19,7 @@ _KNOWN_AFTER_SHARE = 0.05
 
 
 class ProgressBar:
-    """Is told how far something is, and tells nobody: the default of all that may take long, and free."""
+    """A progress bar that shows nothing: the default of everything that may take long."""
 
     def begin(self, words: str, total: int = 0) -> None:
         """Say that `words` are what goes on from now on, in `total` parts; 0 when nobody knows."""
@@ -28,7 +28,7 @@ class ProgressBar:
         """Count further parts as done; do nothing without a `begin`."""
 
     def end(self) -> None:
-        """It is done, and leaves nothing on a terminal."""
+        """End the progress, which leaves nothing on a terminal."""
 
     @contextmanager
     def during(self, words: str, total: int = 0) -> Iterator[None]:

@@ -44,7 +44,7 @@ class CostTable(PassCost):
     """Seconds of a pass, measured at some numbers of requests and of nodes a request, and straight between them."""
 
     def __init__(self, rows: Sequence[int], nodes: Sequence[int], seconds: FloatArray) -> None:
-        """`seconds` is [rows, nodes]."""
+        """Make a table of `seconds` [rows, nodes]."""
         self.rows = np.array(rows, np.float64)
         self.nodes = np.array(nodes, np.float64)
         self.table = seconds

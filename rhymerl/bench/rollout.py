@@ -173,7 +173,7 @@ class RolloutBench(PolicyBench):
 
 
 def _short_name(target: str) -> str:
-    """`history_tree` for `rhymerl.drafters.HistoryTreeDrafter`."""
+    """Return `history_tree` for `rhymerl.drafters.HistoryTreeDrafter`."""
     words = re.findall("[A-Z]+[a-z0-9]*|[a-z0-9_]+", target.rpartition(".")[2].removesuffix("Drafter"))
     return "_".join(words).lower()
 

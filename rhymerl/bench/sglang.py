@@ -41,7 +41,7 @@ class Flown:
 
     @property
     def num_passes(self) -> int:
-        """The number of the engine's passes, if all requests were in them side by side."""
+        """Return the number of the engine's passes, if all requests ran at the same time."""
         return max(self.passes)
 
     @property
@@ -92,7 +92,7 @@ class SGLangCosts:
         passes: int = PASSES,
         rounds: int = 3,
     ) -> None:
-        """`make` gives a backend for a number of nodes; nodes without drafts are always among them."""
+        """`make` returns a backend for a number of nodes; 0 nodes are always among them."""
         longest = max(len(request.prompt.token_ids) for request in requests) + 2 * passes
         if longest > policy.context_tokens:
             raise ConfigError(

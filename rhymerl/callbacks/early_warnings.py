@@ -79,7 +79,7 @@ Rule = Callable[[Recent], str | None]
 
 
 def all_rewards_alike(recent: Recent) -> str | None:
-    """Nothing can be learned, in the first step or in the last WINDOW ones."""
+    """Return a warning if nothing can be learned, in the first step or in the last WINDOW ones."""
     words = recent.equal_rewards[-1]
     is_known = bool(recent.failing) or recent.is_lasting(recent.left_out)  # why they are
     if words is None or is_known or not recent.is_lasting(recent.equal_rewards):
@@ -91,7 +91,7 @@ def all_rewards_alike(recent: Recent) -> str | None:
 
 
 def most_rewards_alike(recent: Recent) -> str | None:
-    """Few groups are left that teach something."""
+    """Return a warning if few groups are left that teach something."""
     share = recent.mean("frac_reward_zero_std")
     if share is None or share < MOST_ALIKE or recent.failing or all(recent.equal_rewards):
         return None
@@ -102,7 +102,7 @@ def most_rewards_alike(recent: Recent) -> str | None:
 
 
 def truncation(recent: Recent) -> str | None:
-    """Many answers are cut off."""
+    """Return a warning if many answers are cut off."""
     if recent.is_lasting(recent.left_out):
         return "all answers are cut off at rollout.max_tokens and left out of the loss, so nothing is learned: raise it"
     share = recent.mean("episodes/length_frac")  # other limits end episodes, too
@@ -126,7 +126,7 @@ def calls_fail(recent: Recent) -> str | None:
 
 
 def kl_grows(recent: Recent) -> str | None:
-    """The policy moves away from its reference."""
+    """Return a warning if the policy moves away from its reference."""
     now, before = recent.mean("kl"), recent.mean("kl", end=-2 * WINDOW)
     if now is None or before is None or now < MOST_KL or now < KL_GROWTH * before:
         return None
@@ -137,7 +137,7 @@ def kl_grows(recent: Recent) -> str | None:
 
 
 def acceptance_falls(recent: Recent) -> str | None:
-    """Drafts add less to a pass than they did, and not only because a budget asks for them less often."""
+    """Return a warning if drafts add less to a pass than before, beyond a budget that asks less often."""
     values = recent.metrics.get("rollout/spec_accept_length", [])
     if len(values) < 2 * WINDOW:
         return None
@@ -156,7 +156,7 @@ def acceptance_falls(recent: Recent) -> str | None:
 
 
 def workers_idle(recent: Recent) -> str | None:
-    """Workers wait for one another. The first step is left out, since they start in it."""
+    """Return a warning if workers wait for one another. The first step, in which they start, is left out."""
     name = "rollout/bubble_frac"
     share = recent.mean(name)
     if share is None or len(recent.metrics[name]) == WINDOW or share < MOST_IDLE or len(recent.idle) < 2:

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Subcommand] = 
 
 
 def make_parser(commands: Sequence[Subcommand] = COMMANDS) -> ArgumentParser:
-    """One subparser a command; whatever it does not know is an override."""
+    """Return a parser with one subparser a command; words that it does not know are overrides."""
     parser = ArgumentParser(
         prog="rhymerl",
         description="Reinforcement-learning post-training of language models, with rollouts that learn from their history.",

@@ -91,7 +91,7 @@ def _construct(values: dict[str, Any], key: str, places: Mapping[str, str]) -> A
 def construct(
     target: Callable[..., T], arguments: Mapping[str, Any], *, key: str, places: Mapping[str, str] | None = None
 ) -> T:
-    """`target(**arguments)`, for settings that stand at `key` ("" is the top of a config), or where `places` says.
+    """Return `target(**arguments)` for settings at `key` ("" is the top of a config), or at their `places`.
 
     A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names
     the setting.

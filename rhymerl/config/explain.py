@@ -78,7 +78,7 @@ def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides:
 
 
 def _not_there(config: dict[str, Any], key: str, path: Path) -> ConfigError:
-    """A setting may be one of another option of its group."""
+    """Return the error for an unknown setting, which may be one of another option of its group."""
     group, _, name = key.partition(".")
     having = [
         option

@@ -165,7 +165,7 @@ def unknown(config: dict[str, Any], key: str) -> ConfigError:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """A key with the same last name first, then a sibling, then any."""
+    """Return the nearest key: one with the same last name first, then a sibling, then any."""
     parent, _, name = key.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == parent}
     same_name = [each for each in known if each.rpartition(".")[2] == name]

@@ -149,7 +149,7 @@ def _resolve(annotation: Any, namespace: dict[str, Any]) -> Any:
 
 
 def _default(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """A dataclass hides the defaults that a factory makes."""
+    """Return the default of an argument, also one made by a dataclass's factory, which signatures hide."""
     if dataclasses.is_dataclass(target):
         fields = {field.name: field for field in dataclasses.fields(target)}
         factory = fields[parameter.name].default_factory if parameter.name in fields else dataclasses.MISSING

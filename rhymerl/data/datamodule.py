@@ -276,27 +276,27 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def validation_names(self) -> list[str]:
-        """The names of the validation sets, in their order; one that was given without a name is `validation`."""
+        """Return the names of the validation sets, in order; a set without a name is `validation`."""
         return list(self.validation) if isinstance(self.validation, Mapping) else [ONLY_SET]
 
     @property
     def num_validation_prompts(self) -> int:
-        """The number of prompts in all validation sets; known after `setup`."""
+        """Return the number of prompts in all validation sets; known after `setup`."""
         return sum(len(loader.prompts) for loader in self.validation_loaders.values())
 
     @property
     def columns(self) -> list[str]:
-        """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
+        """Return the columns that every prompt has for the reward, sorted; known after `setup`."""
         return columns_of(self.prompts)[0]
 
     @property
     def gaps(self) -> dict[str, str]:
-        """The columns that only some prompts bring along, each with the place of the first row that does not."""
+        """Return the columns that only some prompts have, each with the place of the first row without it."""
         return columns_of(self.prompts)[1]
 
     @property
     def prompts(self) -> list[Prompt]:
-        """All prompts, of training and of validation; known after `setup`."""
+        """Return all prompts, for training and validation; known after `setup`."""
         loaders = (self.train_loader, *self.validation_loaders.values())
         return [prompt for loader in loaders if loader for prompt in loader.prompts]
 

@@ -55,7 +55,7 @@ class PromptLoader:
 
     @property
     def epoch(self) -> int:
-        """The pass over the data that the current step belongs to, from 0."""
+        """Return the epoch of the current step, from 0."""
         return self.cursor // len(self)
 
     def batch(self, step: int) -> PromptBatch:

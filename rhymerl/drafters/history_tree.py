@@ -128,12 +128,12 @@ class HistoryTreeDrafter(Drafter):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all indexes, over earlier answers and over running ones."""
+        """Return the bytes of all indexes, over earlier answers and over running ones."""
         return self._history.bytes + self.live_bytes
 
     @property
     def live_bytes(self) -> int:
-        """The bytes of the indexes over running answers, room to grow included."""
+        """Return the bytes of the indexes over running answers, room to grow included."""
         return sum(group.index.bytes for group in self._groups.values())
 
     # -- drafts --------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class HistoryTreeDrafter(Drafter):
         self._behind.clear()
 
     def _enter(self, request: RolloutRequest) -> GroupKey:
-        """A request asks for the first time: find it a group."""
+        """Find a group for a request that asks for the first time."""
         key, prompt = self._group_key(request), request.prompt.token_ids
         group = self._groups.get(key)
         if group is None:

@@ -65,7 +65,7 @@ class LiveGroup:
         return self.index.open()
 
     def finish(self, completion: Completion) -> None:
-        """The request has left with these tokens."""
+        """Note that the request has left with these tokens."""
         row = self.running.pop(completion.request.id, None)
         self._ended.append((completion.request.id, row, completion.token_ids))
 

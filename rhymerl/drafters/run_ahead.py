@@ -130,7 +130,7 @@ class _Prefetched:
 
     @property
     def agreed(self) -> int:
-        """How many of the last tokens agree."""
+        """Return how many of the last tokens agree."""
         return self.length - 1 - self.wrong_at
 
     @property
@@ -139,7 +139,7 @@ class _Prefetched:
 
     @property
     def match_length(self) -> int:
-        """What budgets tell apart: where all agree, where they agree again, and what an index finds."""
+        """Return the match length for budgets: all tokens agree, the last ones do again, or an index's match."""
         again = min(self.agreed, _AGREEING - 1)
         return REACH + 1 + (again if self.wrong_at >= 0 else _AGREEING + self.length)
 

@@ -137,7 +137,7 @@ class LiveIndex(SuffixIndex):
         return super().bytes + self.ends.nbytes + self._sorted_ends.nbytes + self._tail.nbytes
 
     def open(self) -> int:
-        """A new, empty answer; returns its row."""
+        """Add an empty answer; return its row."""
         start = self._rows_begin + (len(self.starts) - 1) * self._width + REACH
         if start + self._width > len(self.text):
             more = np.empty(max(len(self.text), self._width), np.int32)

@@ -74,32 +74,32 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a backward: a sample always fits, however few a micro-batch may have."""
+        """Return the most tokens of a backward: one sample always fits, even into a smaller micro-batch."""
         return max(min(self.micro_batch_tokens, self.step_tokens), self.model.longest_tokens)
 
     @property
     def trained_bytes(self) -> int:
-        """The bytes of what a rank has gradients of."""
+        """Return the bytes of the tensors of which a rank has gradients."""
         return total_bytes(self.tensors.trained, self.layout.num_shards)
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters alone are trained, in float32 or better."""
+        """Return whether adapters alone are trained, in float32 or better."""
         return any(each.is_full for each in self.tensors.policy)
 
     @property
     def has_own_critic(self) -> bool:
-        """Whether there is a critic with a backbone."""
+        """Return whether there is a critic with a backbone."""
         return any(not each.is_whole for each in self.tensors.critic)
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element of a weight."""
+        """Return the bytes per element of weights."""
         return max(each.itemsize for each in self.tensors.policy if not each.is_full)
 
     @property
     def compute_itemsize(self) -> int:
-        """The bytes of an element of what layers compute."""
+        """Return the bytes per element of what layers compute."""
         return min(2, self.itemsize) if self.is_mixed else self.itemsize
 
     @property
@@ -109,7 +109,7 @@ class Setup:
 
     @property
     def is_cast(self) -> bool:
-        """Whether autocast computes in fewer bits than the weights have."""
+        """Return whether autocast computes in fewer bits than the weights have."""
         return self.compute_itemsize < self.stream_itemsize
 
     def gathered_itemsize(self, weight: Weight) -> int:

@@ -31,7 +31,7 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Its elements."""
+        """Return its number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -63,12 +63,12 @@ class Outline:
 
     @property
     def updated(self) -> OutlineWeights:
-        """Those of the models that are trained, frozen tensors among them."""
+        """Return the tensors of the trained models, frozen ones among them."""
         return (*self.policy, *self.critic)
 
     @property
     def trained(self) -> OutlineWeights:
-        """Those that have gradients and moments."""
+        """Return the tensors that have gradients and moments."""
         return tuple(each for each in self.updated if each.is_trained)
 
     def cast(self, itemsize: int) -> Outline:
@@ -126,7 +126,7 @@ class ModelShape:
 
     @property
     def attention(self) -> int:
-        """The width of attention: query heads times their size."""
+        """Return the width of attention: query heads times their size."""
         return self.heads * self.head_size
 
 

@@ -26,22 +26,22 @@ class RankMemory:
 
     @property
     def models(self) -> int:
-        """All weights."""
+        """Return the bytes of all weights."""
         return sum(self.parts[name] for name in _MODELS)
 
     @property
     def update(self) -> int:
-        """What an update has at its worst moment, beside the weights."""
+        """Return the bytes of an update at its worst moment, beside the weights."""
         return sum(self.parts[name] for name in _UPDATE)
 
     @property
     def beside_engine(self) -> int:
-        """What stands beside the weights, keys and values of an engine while it answers."""
+        """Return the bytes beside an engine's weights, keys and values while it answers."""
         return self.lasting if self.in_turn else self.update
 
     @property
     def total(self) -> int:
-        """What there is at the worst moment: the engine and the update, or weights on their way between two updates."""
+        """Return the bytes at the worst moment: engine and update, or weights on their way between updates."""
         engine = self.parts["engine_weights"] + self.parts["keys_and_values"]
         shared = self.parts["engine_rest"] + max(engine + self.beside_engine, self.update)
         return self.parts["context"] + self.models + max(shared, self.lasting + self.parts["weight_buffers"])

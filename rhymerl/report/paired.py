@@ -37,7 +37,7 @@ class PairedDifference:
 
     @property
     def overall(self) -> tuple[float, float]:
-        """The mean over all steps, and half of its 95 % interval."""
+        """Return the mean over all steps, and half of its 95 % interval."""
         return float(self.mean.mean()), float(_NORMAL_95 * np.sqrt(self.variance.sum()) / len(self.steps))
 
 

@@ -28,7 +28,7 @@ def check_argument(reward: NamedArguments, name: str, holds: Callable[[Any], boo
 
 
 def argument_error(reward: NamedArguments, name: str, expected: str) -> ConfigError:
-    """`rewards.short.arguments.max_characters='9': expected …`."""
+    """Return an error like `rewards.short.arguments.max_characters='9': expected …`."""
     return ConfigError(f"rewards.{reward.name}.arguments.{name}={reward.arguments[name]!r}: expected {expected}")
 
 

@@ -61,7 +61,7 @@ class Attempt:
 
 
 def _describe(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero (my_rewards.py:12)`, the place being the innermost frame."""
+    """Return `ZeroDivisionError: division by zero (my_rewards.py:12)`, with the place of the innermost frame."""
     line = traceback.format_exception_only(error)[-1].strip()[:_MAX_MESSAGE_CHARACTERS]
     frames = [
         frame

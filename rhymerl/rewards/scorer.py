@@ -88,7 +88,7 @@ class RewardScorer:
         self._begun[key] = self._sent_to_pool(text, columns, completion)
 
     def forget(self) -> None:
-        """Nothing that was only begun will be submitted."""
+        """Forget samples that were only begun: they will not be submitted."""
         self._forget(list(self._begun))
 
     def _forget(self, keys: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ def write_model_card(folder: Path, checkpoint: Mapping[str, Any], run: Path | No
 
 
 def _read(run: Path | None) -> Run | None:
-    """A run whose files cannot be read any more is exported without its curves."""
+    """Return the run, or None if its files cannot be read any more: it is then exported without curves."""
     try:
         return read_run(run) if run is not None else None
     except (UsageError, ConfigError, DataError):
@@ -97,7 +97,7 @@ def _results(run: Run, step: int) -> str:
 
 
 def _table(curves: Mapping[str, Curve], step: int) -> list[str]:
-    """Some of the steps up to the exported one, the first and the last among them."""
+    """Return a table of some steps up to the exported one, the first and the last among them."""
     first = next(iter(curves.values()))
     steps = [each for each in first.steps if each <= step]
     chosen = (
@@ -133,7 +133,7 @@ def _draw(run: Run, folder: Path) -> str | None:
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """What decides how the policy was trained, in the sections that say so."""
+    """Return the settings of the training, by section."""
     shown = {name: _shown(config[name]) for name in _SECTIONS if name in config}
     if not shown:
         return ""

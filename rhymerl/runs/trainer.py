@@ -85,7 +85,7 @@ class RunConfig(L.Callback):
         return "_RunConfig"
 
     def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        """A number that the config gives is no default of Lightning's."""
+        """Log at the config's interval, else at each step: Lightning's default does not count."""
         every = self.config.trainer.log_every_n_steps
         trainer.log_every_n_steps = every if every is not None else 1
 

@@ -42,5 +42,5 @@ def _dealt(parts: Sequence[Unit], num_ranks: int) -> list[list[int]]:
 
 
 def _tokens(samples: Sequence[Sample], mine: Sequence[int]) -> int:
-    """How many tokens a rank computes, what is common once."""
+    """Return how many tokens a rank computes; shared ones count once."""
     return sum(part.tokens for part in units(samples, mine, max_tokens=None, shares=True))

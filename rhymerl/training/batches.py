@@ -65,7 +65,7 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        """How many tokens they are."""
+        """Return their number of tokens."""
         return self.width + self.extra
 
 

@@ -173,7 +173,7 @@ def _majorities(
 
 
 def _extracted(extract: Extract, text: str) -> object:
-    """An extractor that fails has found nothing."""
+    """Return the extracted answer; None if the extractor fails."""
     found: list[object] = []
     with Attempt():
         answer = extract(text)

@@ -37,7 +37,7 @@ def _describe_source(source: object) -> dict[str, Any]:
 
 
 def held(value: Any, express: Callable[[Any], Any]) -> Any:
-    """`express(value)`, plain containers; a mark in its place, with the reason, when that raises TypeError."""
+    """Return `express(value)`, plain containers; if it raises TypeError, a mark with the reason."""
     try:
         return express(value)
     except TypeError as error:

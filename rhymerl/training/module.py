@@ -343,7 +343,7 @@ class RhymeModule(L.LightningModule):
 
     @cached_property
     def _rollout_drafter(self) -> Drafter:
-        """One object for the life of the module, by which an engine knows whether it is its own."""
+        """Return one drafter for the life of the module, by which an engine is recognised as its own."""
         return RunAheadDrafter(self.drafter) if self.run_ahead in ("draft", "auto") else self.drafter
 
     def decode(self, token_ids: Any) -> str:
@@ -357,7 +357,7 @@ class RhymeModule(L.LightningModule):
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
-        """Every `evaluation.every_n_steps` rollout steps, and not again where it has been done."""
+        """Evaluate every `evaluation.every_n_steps` rollout steps, once."""
         if self.evaluator.is_due(self.num_rollouts) and not self.trainer.should_stop:
             validate_within_fit(self.trainer)
 

@@ -66,7 +66,7 @@ class UpdateSettings:
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of optimizer steps of a rollout step, at most.
+        """Return the most optimizer steps of a rollout step.
 
         There are fewer where there are fewer samples, or where the algorithm stops early.
         """

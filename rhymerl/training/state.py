@@ -124,6 +124,6 @@ class Snapshot:
         self._states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
 
     def restore(self) -> None:
-        """Let the parts know what they knew then, and nothing else."""
+        """Restore the parts to the snapshot, and nothing else."""
         for part, state in self._states:
             part.load_state_dict(state)

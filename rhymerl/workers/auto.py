@@ -30,10 +30,10 @@ class RunAheadRule:
         return self.mode != "off"
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """The step under way is over, with these samples."""
+        """Learn from the samples of the current step, which is over."""
 
     def note(self, share: float | None) -> None:
-        """The step under way is over; so much of its tokens was sampled ahead, None where that is not known."""
+        """Note the share of the current step's tokens that was sampled ahead, None if unknown; the step is over."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""

@@ -21,12 +21,12 @@ class StepRequests:
 
     @property
     def number(self) -> int | None:
-        """The step of training; None for an evaluation, in which nothing moves."""
+        """Return the step of training; None for an evaluation, in which nothing moves."""
         return self.step if isinstance(self.step, int) and self.split == "train" else None
 
     @property
     def priority(self) -> int:
-        """The lowest goes first: an evaluation before all steps."""
+        """Return the priority, of which the lowest goes first: an evaluation before all steps."""
         return EVALUATION if self.number is None else self.number
 
     def next_step(self) -> StepRequests:

@@ -20,13 +20,13 @@ class Fleet:
     """Engines with the same weights, any of which may answer a request."""
 
     def __init__(self, engines: Sequence[Client], *, timeout_s: float = 600.0) -> None:
-        """`timeout_s` is for whatever is posted to all of them."""
+        """Make a fleet; `timeout_s` limits each post to its engines."""
         self.engines = tuple(engines)
         self.timeout_s = timeout_s
 
     @classmethod
     def at(cls, addresses: Sequence[Client], *, timeout_s: float = 600.0) -> Fleet:
-        """The engines at the addresses, a router's in its place.
+        """Return the engines at the addresses, each router replaced by its engines.
 
         Requests go to a router's engines and not through it: new weights have to reach each of them anyway, and routers
         drop what they do not know of a request. Raises ConfigError for one that is named twice, BackendError when an
@@ -60,7 +60,7 @@ class Fleet:
 
 
 def _behind(address: Client) -> list[Client]:
-    """A router's engines, in the order of their addresses; a server is its own."""
+    """Return a router's engines, in the order of their addresses; a server is its own engine."""
     listed = _listed(address)
     if listed is None:
         return [address]

@@ -83,7 +83,7 @@ class Server:
             raise NoAnswerError(f"the SGLang engine has died ({how}); {self.last_words()}")
 
     def last_words(self) -> str:
-        """The end of its log, to follow a semicolon."""
+        """Return the end of its log, to follow a semicolon."""
         lines = self.log.read_text(errors="replace").splitlines()
         return f"the end of its log {self.log}:\n" + "\n".join(lines[-_TAIL_LINES:])
 

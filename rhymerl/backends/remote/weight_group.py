@@ -140,7 +140,7 @@ class WeightGroup:
         return self._rendezvous is None
 
     def close(self) -> None:
-        """All leave the group; engines may have gone. May be called twice."""
+        """Leave the group with all engines, some of which may be gone. May be called twice."""
         if self._rendezvous is None:
             return
         self._rendezvous = None

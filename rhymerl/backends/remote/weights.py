@@ -54,7 +54,7 @@ def from_tensors(
 
 
 def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[str, Any]:
-    """A word for each of an engine's ranks; each is good for one use."""
+    """Return a message with a copy of the handles for each of an engine's ranks; each is good for one use."""
     return {
         "serialized_named_tensors": [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)],
         "weight_version": str(version),
@@ -114,7 +114,7 @@ def flush(fleet: Fleet) -> None:
 
 
 def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in the engine's dtype, about a quarter of a gigabyte at a time."""
+    """Yield the tensors in the engine's dtype, about a quarter of a gigabyte at a time."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def to_custom_params(request: RolloutRequest, *, feed: int, num_tokens: int = 0) -> dict[str, Any]:
-    """The request but for its tokens and sampling parameters; `feed` is what the drafter has to have read before.
+    """Return the request without tokens and sampling parameters; `feed` is the version its drafter needs.
 
     Tokens below `num_tokens` are sampled; 0: all that the model has.
     """
@@ -94,7 +94,7 @@ def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
 
 
 def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
-    """The seed of a request's noise, and how many tokens of its input are response already."""
+    """Return the seed of a request's noise, and how many tokens of its input are response already."""
     own = _own(params)
     if own is None and isinstance(params, Mapping) and params.get(KEY):
         _log.warning("rhymerl: request %s has malformed custom_params[%r] and is sampled as if it had none", rid, KEY)

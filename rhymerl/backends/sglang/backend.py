@@ -234,7 +234,7 @@ class SGLangBackend(ServedBackend):
 
     @property
     def session(self) -> Session:
-        """The running engine. Raises BackendError before `start` and after `close`."""
+        """Return the running engine. Raises BackendError before `start` and after `close`."""
         if self._session is None:
             raise BackendError("the SGLang backend has not been started")
         return self._session

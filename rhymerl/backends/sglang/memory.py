@@ -39,7 +39,7 @@ class MemorySplit:
 
     @property
     def static_bytes(self) -> int:
-        """The engine's weights, keys and values."""
+        """Return the bytes of the engine's weights, keys and values."""
         return self.free_bytes - self.memory.parts["engine_rest"] - self.memory.beside_engine
 
     def fraction_of(self, free_bytes: int) -> float:

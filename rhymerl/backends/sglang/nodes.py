@@ -28,7 +28,7 @@ class AllowedNodes:
 
     @property
     def exact(self) -> int | None:
-        """The only number, None where there are several."""
+        """Return the only allowed number, None if there are several."""
         return self.least if self.least == self.most else None
 
     def __contains__(self, nodes: int) -> bool:
@@ -39,7 +39,7 @@ class AllowedNodes:
 
 
 def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None) -> AllowedNodes:
-    """The numbers of nodes, of a pass that has the most, that `budget` and the setting `backend.nodes` allow.
+    """Return the numbers of nodes that `budget` and the setting `backend.nodes` allow the largest pass.
 
     Raises ConfigError for a budget that is not kept by one number of nodes for all requests of a pass, and for settings
     that contradict each other. Without a drafter both are of no account, as with any backend.

@@ -136,7 +136,7 @@ def install(*, memory_mb: int) -> None:
 
 
 def compiled(*, memory_mb: int) -> bytes:
-    """The filter of this process and its children, which map memory around the same address."""
+    """Return the filter of this process and its children, which map memory around the same address."""
     return _compiled(memory_mb // 2**12)
 
 
@@ -186,7 +186,7 @@ def _program(architecture: int, column: int, *, mapped: Sequence[int]) -> bytes:
 
 
 def _case(number: int | None, body: list[bytes]) -> list[bytes]:
-    """`body`, which returns, for one system call; goes on behind it for all others."""
+    """Return `body` for one system call, which it answers; other calls go on behind it."""
     return [] if number is None else [_jump(_EQUAL, number, 0, len(body)), *body]
 
 

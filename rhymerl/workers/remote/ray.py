@@ -127,7 +127,7 @@ class RayConnection(Connection):
         return self._told(self._actor.step.options(concurrency_group="messages").remote(ticks, only_evaluates))
 
     def is_alive(self, wait_s: float) -> bool:
-        """One that is gone counts as alive: what was asked of it tells."""
+        """Return whether the actor answers; a lost one counts as alive, since its pending calls raise."""
         import ray
 
         ready, _ = ray.wait([self._actor.home.remote()], timeout=wait_s)

@@ -48,7 +48,7 @@ class TreeArrays:
         return cls(token_ids=token_ids, parents=parents)
 
     def mask(self) -> BoolArray:
-        """[R, n, n] True where node j is i or one of its ancestors."""
+        """Return [R, n, n], True where node j is i or one of its ancestors."""
         num_requests, n = self.parents.shape
         mask = np.zeros((num_requests, n, n), np.bool_)
         _show_ancestors(mask, self.parents)
@@ -56,7 +56,7 @@ class TreeArrays:
 
 
 def tree_arrays(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
-    """The drafts of R requests, at most n - 1 nodes each, below their last tokens `roots` [R].
+    """Return the trees of R requests' drafts, at most n - 1 nodes each, below their last tokens `roots` [R].
 
     Siblings are distinct (the engine has checked the drafts). What is left of n is filled with orphans: children of
     nobody. Filling that were children of the root could be accepted, and twins would be sampled too often where a

@@ -128,12 +128,12 @@ class EngineDrafting:
         return next(width for width in self._widths if width >= largest)
 
     def note_other_pass(self) -> None:
-        """The engine reads prompts: how long the pass before took will not be known."""
+        """Note that the engine reads prompts: the time of the pass before will not be known."""
         if self._verified is not None:
             self._verified.is_alone = False
 
     def catch_up(self) -> None:
-        """The pass of the trees is launched."""
+        """Called once the pass of the trees is launched."""
         if not self._is_skipped:
             self.protocol.catch_up()
 
@@ -173,7 +173,7 @@ class EngineDrafting:
         return request if name == request.id else replace(request, id=name)
 
     def _tell(self, row: EngineRow) -> None:
-        """`accept` of what was sampled since: each pass draws one token, and all others came from drafts."""
+        """Call `accept` for tokens sampled since: each pass draws one token, and all others came from drafts."""
         new = row.length - row.num_told
         if new > 0 and self.protocol.hears_tokens:
             drafted = max(row.end - row.num_told - row.num_passes, 0)

@@ -101,7 +101,7 @@ class EngineRow:
 
     @property
     def context(self) -> IntArray:
-        """The prompt and the answer so far, read-only."""
+        """Return the prompt and the answer so far, read-only."""
         return self.visible[: self.length]
 
     @property
@@ -115,7 +115,7 @@ class EngineRow:
         return 0 if self.has_stopped else self.limit - self.length
 
     def completion(self) -> Completion:
-        """The request as it has ended."""
+        """Return the request as it has ended."""
         answer = self.tokens[self.num_prompt : self.length]
         reason = "stop" if self.has_stopped else "length" if self.room <= 0 else _reason(self.engine_request)
         return Completion(request=self.request, output=replace(without_logprobs(answer), finish_reason=reason))

@@ -44,7 +44,7 @@ class _NoCorpus:
         pass
 
     def erase_match_state(self, requests: object) -> None:
-        """Nothing is kept of requests here."""
+        """Do nothing: no state of requests is kept here."""
 
     def reset(self) -> None:
         """Do nothing: there is nothing to forget."""
@@ -165,7 +165,7 @@ class HistoryAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     """Speculation by our worker, which the rest of SGLang takes for n-gram speculation, whatever it asks."""
 
     def create_worker(self, server_args: Any) -> type:
-        """The worker's class."""
+        """Return the worker's class."""
         return HistoryWorker
 
 
