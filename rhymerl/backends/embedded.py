@@ -40,11 +40,11 @@ _KV_TOKENS = 65_536
 class EmbeddedBackend(RolloutBackend):
     """Continuous batching without a server or a thread: `collect` drives the engine.
 
-    `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers; null:
-    on a GPU what is left beside the update, as far as running requests need it, and 65 536 on a CPU), `max_pass_tokens`
-    the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted. The engine
-    computes with the policy's own weights. Under trainer.strategy=fsdp2, where a rank holds parts of them, it needs a
-    `whole_copy`, which takes the memory of one.
+    `max_running` is the most running requests, `kv_tokens` the most tokens with keys and values in all layers,
+    `max_pass_tokens` the most tokens of one forward pass. `kv_tokens` null is 65 536 on a CPU; on a GPU it is what
+    running requests need of the memory beside the update. With `check_drafts` a malformed draft is an error, not only
+    counted. The engine computes with the policy's own weights. Under trainer.strategy=fsdp2, where weights are sharded,
+    it needs a `whole_copy`, which takes a whole model's memory.
     """
 
     draws_exactly = True

@@ -67,10 +67,10 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
 class Checkpoints(Checkpoint):
     """`step=N.ckpt` after every `every_n_steps` rollout steps and after the last; `last.ckpt` is a link to the newest.
 
-    The `keep` newest stay. With `monitor`, a metric of evaluations such as `eval/reward`, the step at which it was
-    highest (`mode` max) or lowest (min) stays, too, and has one if it had none: `best.ckpt` is a link to it, and
-    `best.json` says the value. Lightning's ModelCheckpoint counts optimizer steps, so that several mini-batches a step
-    would step over its multiples. Needs a module that counts `num_rollouts`.
+    The `keep` newest stay. With `monitor`, a metric of evaluations such as `eval/reward`, the step with its highest
+    (`mode` max) or lowest (min) value gets a checkpoint, which stays too: `best.ckpt` is a link to it, and `best.json`
+    has the value. Lightning's ModelCheckpoint counts optimizer steps, so several mini-batches a step would step over
+    its multiples. Needs a module that counts `num_rollouts`.
     """
 
     def __init__(

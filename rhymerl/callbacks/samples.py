@@ -22,8 +22,8 @@ _LONGEST_NAME = 64  # characters
 class SampleTable(L.Callback):
     """Appends `num_samples` answers to `path`, and to the loggers that show text, every `every_n_steps` rollout steps.
 
-    Needs a module with `last_rollout`, of episodes also with `decode`; where it can tell the `advantages` of the step's
-    samples, they are there, too.
+    Needs a module with `last_rollout`, and with `decode` for episodes. If the module has `advantages` of the step's
+    samples, they are included.
     """
 
     def __init__(self, path: str | Path, *, every_n_steps: int = 10, num_samples: int = 4) -> None:

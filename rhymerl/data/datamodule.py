@@ -66,13 +66,13 @@ class _NoLoaders(CombinedLoader):
 class PromptDataModule(L.LightningDataModule):
     """Prompts for training and validation, from files, data sets or a task.
 
-    `train` and `validation` are what `rhymerl.data.read_rows` takes; with a `task`, whatever of the two is not given
-    comes from the task. Several validation sets are a mapping by name; None in it is the task's rows. Everything is
+    `train` and `validation` are sources that `rhymerl.data.read_rows` takes; with a `task`, a missing one comes from
+    the task. Several validation sets are a mapping by name, in which None stands for the task's rows. Everything is
     read, encoded and checked in `setup`, before any compute, on every rank alike. Validation uses the first
     `validation_prompts` rows of a set (default: all), in their order. `system_prompt` goes before every prompt, through
-    the tokenizer's chat template, which then takes text as the user's message; a row that begins with a system message
-    of its own keeps that one. With `filter_overlong_prompts` prompts that are longer than `max_prompt_tokens`, or leave
-    no room for an answer, are left out.
+    the tokenizer's chat template, which then takes text as the user's message; a row with a system message of its own
+    keeps that one. `filter_overlong_prompts` leaves out prompts that are longer than `max_prompt_tokens`, or leave no
+    room for an answer.
 
     The place in the training data is part of the checkpoint (see PromptLoader): the module that trains calls
     `trainer.datamodule.train_loader.advance()` at the end of each `training_step`. Every `Trainer.fit` starts

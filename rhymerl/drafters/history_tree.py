@@ -35,14 +35,14 @@ class HistoryTreeDrafter(Drafter):
     """Trees of the tokens that followed the context's longest suffixes in the prompt's earlier and running answers.
 
     An occurrence that shares n tokens with the context votes with weight length_weight ** n * recency ** age *
-    exp(advantage_tilt * advantage); the age counts epochs, at most `window` of them (0 = no history). `own` adds the
-    request's own prompt and tokens, `siblings` the other running answers, and `others` is the weight of the newest
-    answers to all prompts (0 = none). Only suffixes of `min_match` to `max_match` tokens count, and the `max_matches`
-    longest of each index. A node's score is the product of the shares of votes on its path, where `escape` votes go to
-    what has not been seen. The most probable nodes are taken first, at most `max_branches` below one (1 = a chain),
-    chosen by probability or by the summed `reward` of the answers below.
+    exp(advantage_tilt * advantage). Its age counts epochs, at most `window` of them (0 = no history). `own` adds the
+    request's own prompt and tokens, `siblings` the other running answers; `others` weighs the newest answers to all
+    prompts (0 = none). Only suffixes of `min_match` to `max_match` tokens count, and only the `max_matches` longest of
+    each index. A node's score is the product of the vote shares on its path, where `escape` votes go to unseen tokens.
+    The most probable nodes are taken first, at most `max_branches` below one (1 = a chain), chosen by probability or by
+    the summed `reward` of the answers below.
 
-    With `deterministic` a request waits for its prompt's index, which otherwise is used as soon as it is there. None
+    With `deterministic` a request waits for its prompt's index; otherwise the index is used once it is ready. None
     follows the Trainer.
     """
 

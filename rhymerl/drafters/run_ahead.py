@@ -29,9 +29,9 @@ _AGREEING = 16  # match lengths of those that agree again
 class RunAheadDrafter(Drafter):
     """Drafts `RolloutRequest.prefetched`: tokens after the response, as one path, while the response agrees with it.
 
-    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After a
-    wrong token `inner` drafts for the request, as it does for all requests without such tokens, until a few tokens
-    agree again at the same positions, where the noise is the same; behind the last one it does so for good.
+    Both were sampled with the same noise, so a token is wrong only where the update has changed that draw. After a
+    wrong token `inner` drafts for the request until a few tokens agree again at the same positions. `inner` also drafts
+    after the last prefetched token, and for all requests without such tokens.
     """
 
     def __init__(self, inner: Drafter) -> None:

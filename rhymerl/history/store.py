@@ -33,15 +33,15 @@ NO_VERSION = -1  # of a reader that has been told nothing
 class HistoryStore:
     """Keeps past answers by prompt, within a window of epochs and caps on tokens and prompts.
 
-    The newest `window` epochs of each prompt stay, fewer where they alone have more than `max_tokens`. Where
-    `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago then go, each
-    with all of its answers. Those of the split `validation` go first, so that what training knows does not depend on
-    evaluations. Reading does not count as use, so that what stays follows from the adds alone. If two answers have the
-    same prompt, epoch and sample, the one of the newer policy version stays, else the first.
+    The newest `window` epochs of each prompt stay, or fewer if these alone have more than `max_tokens`. When
+    `max_tokens` (of all answers) or `max_prompts` is exceeded, the prompts whose last `add` is longest ago are evicted
+    with all of their answers. Prompts of the split `validation` go first, so that training's history does not depend on
+    evaluations. Reading does not count as use, so the content depends on the adds alone. If two answers have the same
+    prompt, epoch and sample, the one of the newer policy version stays, else the first.
 
-    `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is
-    gone with the process. `log_size` is how many evictions are remembered for readers that lag behind.
-    Raises ValueError for an argument that is out of range.
+    `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is gone
+    with the process. `log_size` is how many evictions are remembered for readers that lag behind. Raises ValueError for
+    an argument that is out of range.
     """
 
     window: int = at_least(1, 8)

@@ -25,8 +25,8 @@ class CriticSettings:
 
     Without `shared` the critic has a backbone of its own: at first a copy of the policy's, or the language model at
     `path` (a directory or hub name, with the policy's tokenizer). With `shared` it is one head on the policy's
-    backbone, which both then train. The head starts at random with a standard deviation of `head_std`; at 0 the first
-    values are 0. In the first `warmup_steps` rollout steps the policy does not move, a shared backbone included.
+    backbone, and both train the backbone. The head starts at random with a standard deviation of `head_std`; at 0 the
+    first values are 0. In the first `warmup_steps` rollout steps the policy does not move, a shared backbone included.
     """
 
     shared: bool = False

@@ -41,15 +41,16 @@ class Parameters:
 class Reward:
     """One reward function of a run: `Reward("my_module.score", weight=0.5)`.
 
-    The function gets the completion's text and those of the row's columns that its signature accepts; `prompt` (its
-    text), `token_ids`, `finish_reason`, and of an episode `turns` (each with its `text` and the `reply` to it) and
-    `turn_rewards` (None where the environment gave none), where it names them and the row has no such column. None says
-    that it does not apply to this sample. `where="pool"` runs it in reward processes, with a limit of `timeout_s` a
-    sample; it must be importable by name. `"main"` runs it in the trainer's process as soon as a completion finishes,
-    `"engine"` in the process that owns the engine after all have finished, with a `device` keyword if the function
-    accepts one; neither can stop a sync function. With `batch=True` the function takes a chunk of completions, and
-    lists of column values, at once (and `timeout_s` for each); which completions share a chunk is not fixed. A sample
-    whose call fails gets `default`.
+    The function gets the completion's text, and the row's columns that its signature accepts. It also gets, by name, if
+    the row has no such column: `prompt` (its text), `token_ids`, `finish_reason`, and for episodes `turns` (each with
+    its `text` and the `reply` to it) and `turn_rewards` (None where the environment gave none). It returns None if it
+    does not apply to this sample. A sample whose call fails gets `default`.
+
+    `where="pool"` runs it in reward processes, with a limit of `timeout_s` a sample; it must be importable by name.
+    `"main"` runs it in the trainer's process as soon as a completion finishes. `"engine"` runs it in the process that
+    owns the engine, after all completions, with a `device` keyword if the function accepts one. Neither `"main"` nor
+    `"engine"` can stop a sync function. With `batch=True` the function takes a chunk of completions, and lists of
+    column values, at once (and `timeout_s` for each); the chunks are not fixed.
 
     Raises ValueError, which names the argument.
     """

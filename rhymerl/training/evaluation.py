@@ -27,9 +27,9 @@ class EvaluationSettings:
     """Answers each validation prompt `samples` times at `temperature`; all else is as in training rollouts.
 
     A run is evaluated before and after training, and every `every_n_steps` rollout steps in between if that is not 0.
-    `sets` has what is other for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when its
-    reward is at least 1: the one that `right_by` names, or the weighted sum of all. `extract` is the dotted name of a
-    function from a text to the answer in it, for maj@k; by default that of the first reward which has one.
+    `sets` overrides settings for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when
+    its reward is at least 1: the reward that `right_by` names, or else the weighted sum of all. `extract` is the dotted
+    name of a function that extracts the answer from a text, for maj@k; by default the first reward's that has one.
     """
 
     samples: int = 1

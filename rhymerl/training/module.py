@@ -73,7 +73,7 @@ class RhymeModule(L.LightningModule):
     """GRPO and its variants under `Trainer.fit(module, datamodule)`.
 
     Every component may be an object or its config node; `model` also a directory or hub name. `rewards` None takes the
-    reward of the task, else the sum of the environment's; `environment` None takes a task that replies.
+    task's reward, else the sum of the environment's; `environment` None takes a task that replies.
     """
 
     reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint

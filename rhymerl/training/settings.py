@@ -30,15 +30,15 @@ Schedule = Literal["constant", "linear", "cosine"]
 class UpdateSettings:
     """Optimizer and batch settings.
 
-    AdamW at `learning_rate`, after `warmup_steps` following `lr_schedule` down to `min_lr_ratio` of it at the run's
-    last step. A step's samples make `mini_batches` optimizer steps, and in each of `epochs` passes over them others; a
-    backward takes at most `micro_batch_tokens` tokens, padding included (with `share_prefixes` only prompts are padded,
-    and what is shared counts once). `chunk_tokens` bounds the logits held at a time (None: 64 MiB of them, on a GPU up
-    to 1 GiB); `activation_checkpointing` keeps only each layer's input for the backward and computes the rest again.
-    With `offload_optimizer` the optimizer's moments are in the host's memory, not on the GPU, except while it steps.
-    `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt, and whatever
-    several of its answers begin with, is computed once in a micro-batch, where the model's attention allows it; the
-    gradient is the same.
+    AdamW at `learning_rate`; after `warmup_steps` it follows `lr_schedule` down to `min_lr_ratio` of it at the run's
+    last step. A step's samples make `mini_batches` optimizer steps in each of `epochs` passes over them. A backward
+    takes at most `micro_batch_tokens` tokens, padding included; with `share_prefixes` only prompts are padded, and
+    shared tokens count once. `chunk_tokens` bounds the logits held at a time (None: 64 MiB of them, on a GPU up to 1
+    GiB). `activation_checkpointing` keeps only each layer's input for the backward and computes the rest again. With
+    `offload_optimizer` the optimizer's moments are in the host's memory, not on the GPU, except while it steps.
+    `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt, and the shared
+    prefixes of its answers, are computed once in a micro-batch, if the model's attention allows it; the gradient is the
+    same.
     """
 
     learning_rate: float = at_least(0, 1e-6)

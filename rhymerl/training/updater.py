@@ -56,10 +56,10 @@ class _Work:
 class Updater:
     """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
-    `backward` and `autocast` are the trainer's own, so that its precision and its strategy hold; a backward adds to
-    this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are there when the algorithm
-    needs them; the reference may be the model itself if that has adapters. If it `shares_prefixes`, the answers to a
-    prompt are computed behind one copy of it, and what several begin with once.
+    `backward` and `autocast` are the trainer's, with its precision and strategy; a backward adds to this rank's
+    gradients only. `draws_exactly` is the backend's. `reference` and `critic` exist when the algorithm needs them; the
+    reference may be the model itself if that has adapters. If it `shares_prefixes`, the answers to a prompt are
+    computed behind one copy of it, and their shared prefixes once.
     """
 
     def __init__(

@@ -44,12 +44,11 @@ class RunAheadRule:
 
 
 class DraftWherePays(RunAheadRule):
-    """Begins the next step unless that has brought less than 2 % of the tokens of the latest step that was begun so.
+    """Begins the next step ahead, unless less than 2 % of the tokens of the latest such step were prefetched.
 
-    Tokens that were sampled ahead pay where the next policy samples them again, in passes with many of them. How many
-    it does depends on how far an update moves the policy, on the lengths of answers and on the time that workers have
-    for them; their share of a step's tokens says all of that at once. Every eighth step is begun whatever the share
-    was, because updates may have become smaller.
+    Prefetched tokens pay if the next policy samples them again, many in a pass. That depends on how far an update moves
+    the policy, on the lengths of answers and on the workers' spare time; the share of prefetched tokens in a step
+    measures all of it. Every eighth step is begun regardless of the share, because updates may have become smaller.
     """
 
     def __init__(self) -> None:

@@ -44,9 +44,9 @@ class InFlightRequest:
 class InFlightRequests:
     """The requests in flight through an engine, at most `max_sent` with it at a time; the others wait here.
 
-    `nodes` says how many draft nodes a request has in a pass of it, on average, None that it has none; tokens below
-    `num_tokens` are sampled. With `piece_s` an answer is asked for in pieces that take about so long; a request that
-    waits here does not get between them. Raises ConfigError when so many connections cannot be open.
+    `nodes` returns the mean number of draft nodes per request and pass, None if there are none. Tokens below
+    `num_tokens` are sampled. With `piece_s` answers are requested in pieces that take about so long; waiting requests
+    do not get between the pieces. Raises ConfigError when so many connections cannot be open.
     """
 
     def __init__(

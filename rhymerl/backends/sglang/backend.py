@@ -46,17 +46,21 @@ _START_S = 600.0
 class SGLangBackend(ServedBackend):
     """Answers come from an SGLang server that starts and ends with the run, or from servers that run at `url` already.
 
-    All requests of a pass have as many draft nodes: with `budget=goodput` a number that pays, from 0 to `nodes`, chosen
-    pass by pass; with `budget=fixed` its own. null lets `costs` choose the most (a file of `rhymerl bench costs`), for
-    one running request whose drafted tokens are accepted with probability `expected_accept_rate`; without `costs` it is
-    7. It is never above `budget.nodes`. `arguments` go to the server as they are, `environment` to its process.
-    `weights` names the way of new weights: `tensor` (the same device), `disk` (a file in `folder`, by default in shared
-    memory where there is room), `distributed` (a process group with the engine's ranks), `auto`. An engine that dies is
-    an error, unless it may be started again `restarts` times, and so is one that has been silent for
-    `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url` is one or
-    several, of servers or of routers, whose servers are then asked themselves, with `api_key` where they have one; each
-    is a worker, which remembers at most `history_tokens` of past answers (null: no limit). With `piece_s` answers are
-    asked for in pieces that take about so long, so that an engine which is lost costs no more.
+    All requests of a pass have equally many draft nodes. With `budget=goodput` their number is chosen pass by pass,
+    from 0 to `nodes`; with `budget=fixed` it is the budget's; it is never above `budget.nodes`. `nodes` null is chosen
+    by `costs` (a file of `rhymerl bench costs`), for one running request whose drafts are accepted with probability
+    `expected_accept_rate`; without `costs` it is 7.
+
+    `arguments` go to the server as they are, `environment` to its process. `weights` is how new weights are sent:
+    `tensor` (on the same device), `disk` (a file in `folder`, by default in shared memory if there is room),
+    `distributed` (a process group with the engine's ranks), or `auto`. An engine fails when it dies, or when it is
+    silent for `silence_timeout_s` and fails a health check; it is restarted up to `restarts` times. `release_memory`
+    frees its memory during updates. With `piece_s` answers are requested in pieces that take about so long, so that a
+    lost engine costs no more.
+
+    `url` names one or several running servers, or routers, whose servers are then used directly; `api_key` is theirs,
+    if they need one. Each server is a worker, which remembers at most `history_tokens` of past answers (null: no
+    limit).
     """
 
     copies_weights = True

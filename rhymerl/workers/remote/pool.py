@@ -28,8 +28,8 @@ _LOSSES = 5  # of one worker in a row that had requests and told of no token
 class WorkerPool:
     """`num_workers` workers of a backend that has been started, and the steps that they have requests of.
 
-    Without `lockstep` a thread listens to them, whatever the trainer does; methods are called while `changed`, its
-    lock, is held. In lockstep nothing is told but for `step`.
+    Without `lockstep` a thread listens to the workers, whatever the trainer does; methods are called while `changed`,
+    its lock, is held. In lockstep workers report only in `step`.
     """
 
     def __init__(

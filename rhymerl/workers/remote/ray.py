@@ -177,10 +177,10 @@ def _settle(asked: Future[Events], found: Events | BaseException) -> None:
 class RayBackend(HostedBackend):
     """Workers as Ray actors, with engines of their own: `engine` is `embedded`, `sglang`, or such a backend's settings.
 
-    `address` is the cluster to join; null joins the one that this machine belongs to, or starts one here. Each worker
-    takes `cpus_per_worker` and `gpus_per_worker` of it; a run begins where there is room for `min_workers` (null: all
-    of them), and the others come when there is room for them too. A worker remembers at most `history_tokens` of past
-    answers (null: no limit). It has to be up after `start_timeout_s`, and counts as lost without an answer for
+    `address` is the cluster to join; null joins this machine's cluster, or starts one here. Each worker takes
+    `cpus_per_worker` and `gpus_per_worker` of it. A run begins when there is room for `min_workers` (null: all of
+    them); the others come when there is room for them too. A worker remembers at most `history_tokens` of past answers
+    (null: no limit). It has to be up after `start_timeout_s`, and counts as lost without an answer for
     `hang_timeout_s`.
     """
 
