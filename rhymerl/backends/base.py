@@ -140,7 +140,7 @@ class RolloutBackend(Backend):
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics since the last call by name, and reset them.
 
-        Over ranks an int is a count, which is summed, a `Ratio` that of the sums; of other floats they log the mean, by
+        Over ranks, ints are summed, a `Ratio` is the ratio of the sums, and other floats are averaged, weighted by
         time.
         """
         return {}

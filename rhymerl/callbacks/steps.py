@@ -27,9 +27,9 @@ _CONTEXT = 8  # tokens
 class RecordSteps(L.Callback):
     """Writes a run's records to `path`, in the format of report/steps.py.
 
-    They are metrics, warnings, times of workers, an index of all answers and the texts of some. The texts are those of
-    the same prompts in each epoch: as many prompts as give at most `MAX_TEXTS` answers over the run. The place in the
-    file travels in the checkpoint, so a resumed run goes on where it was; without `continues` the file begins with its
+    They are metrics, warnings, times of workers, an index of all answers and the texts of some. Texts are written for
+    the same prompts in each epoch, so many that there are at most `MAX_TEXTS` answers over the run. The place in the
+    file travels in the checkpoint, so a resumed run continues the file; without `continues` the file begins with its
     first step. Needs a RhymeModule and a PromptDataModule.
     """
 

@@ -123,8 +123,8 @@ def grow_trees(
 ) -> None:
     """Draft for the queries r of one prompt, from their matches in its live and its sealed index, and in the pool.
 
-    `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). What goes to line lines[r] of the
-    `trees` has at most budgets[lines[r]] nodes. `answers` are those of the sealed index.
+    `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). Line lines[r] of the `trees` gets at
+    most budgets[lines[r]] nodes. `answers` are the sealed index's.
     """
     most = live.positions.shape[1] + sealed.positions.shape[1] + pool.positions.shape[1]
     index, shared = np.empty(most, np.int64), np.empty(most, np.int64)

@@ -43,8 +43,8 @@ class Matches(NamedTuple):
 def sorted_by_context(text: IntArray, reach: int) -> IntArray:
     """Return all indices q of `text`, sorted by the `reach` (a power of two) tokens that end at q, read backwards.
 
-    Prefix doubling (Manber & Myers, 1993): who is sorted by h tokens is sorted by 2 h in one pass over the previous
-    order. What lies before the text's begin is less than all else.
+    Prefix doubling (Manber & Myers, 1993): positions sorted by h tokens are sorted by 2 h in one pass over the previous
+    order. Positions before the text's begin are less than all others.
     """
     size = len(text)
     order = np.arange(size).astype(np.int32)

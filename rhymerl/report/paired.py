@@ -21,8 +21,7 @@ _LEAST_PROMPTS = 2
 class PairedDifference:
     """The reward of one run minus another's, by step. S = steps that both have.
 
-    Prompts are the units: the mean over the answers to a prompt counts once, and variances are those of a mean over
-    prompts.
+    Prompts are the units: the mean over a prompt's answers counts once, and variances are for a mean over prompts.
     """
 
     steps: Sequence[int]  # [S]

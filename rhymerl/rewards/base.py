@@ -188,7 +188,8 @@ def check_reward(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, s
 def check_columns(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError when no row has a column that the function requires, DataError when some have it.
 
-    `columns` are those of every row; `gaps` are those of some, each with the place of the first row that lacks it.
+    `columns` are the columns of every row; `gaps` are the columns of some rows, each with the place of the first row
+    without it.
     """
     known = list(columns)
     for name in reward.required_columns:

@@ -26,8 +26,8 @@ class Call(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of one call.
 
-    `absent`: the function does not apply; `again`: it failed with others, so it must be called alone. A reward
-    process's first outcome is that of its start.
+    `absent`: the function does not apply; `again`: it failed with others, so it must be called alone. The first outcome
+    of a reward process is about its start.
     """
 
     position: int  # in the chunk

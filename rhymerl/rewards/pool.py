@@ -1,6 +1,6 @@
 """A pool of reward processes that survives reward functions which raise, hang or kill their process.
 
-No thread: whoever calls `poll` or `drain` moves work out and answers in.
+There is no thread: calls of `poll` and `drain` move work out and answers in.
 """
 
 from __future__ import annotations

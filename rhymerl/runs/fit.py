@@ -69,10 +69,10 @@ def fit(
 ) -> dict[str, Any]:
     """Train, evaluating before and after; rank 0 writes config, checkpoints, logs and summary.json to the run folder.
 
-    A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing
-    is left to do. A dry run ends after all checks with an estimate (see `rhymerl.runs.plan.describe`), which it prints
-    and returns; it writes nothing. `progress` is that of evaluations. Raises ConfigError and DataError for bad input
-    before anything is computed, made or overwritten; what else ends it carries a note how to go on.
+    A run that a callback stops early (`should_stop`) is saved but not evaluated; a finished run has nothing left to do.
+    A dry run ends after all checks with an estimate (see `rhymerl.runs.plan.describe`), which it prints and returns; it
+    writes nothing. `progress` is for evaluations. Raises ConfigError and DataError for bad input before anything is
+    computed, made or overwritten; other errors carry a note on how to resume.
     """
     run_dir = Path(config.run_dir)
     # Nobody else writes, and a default run_dir has the time in its name.

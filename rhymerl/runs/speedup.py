@@ -46,7 +46,7 @@ class Speedup:
 class SpeedupTotals:
     """Sums up a run's `rollout/speedup`, and how far passes were from its cost curve (docs/operations.md).
 
-    A report of a step is of all rollouts since the one before.
+    The report of a step covers all rollouts since the last one.
     """
 
     rollout_s: float = 0.0

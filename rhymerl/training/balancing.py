@@ -11,8 +11,8 @@ from rhymerl.types import Sample
 def balance(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Return the samples' indices for each rank: the longest first, each to the rank with the fewest tokens so far.
 
-    Follows from its arguments alone. A rank may get nothing; none gets more than the mean and the longest sample
-    together.
+    The result follows from the arguments alone. A rank may get nothing; none gets more than the mean and the longest
+    sample together.
     """
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks

@@ -149,8 +149,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint with this rank's part of its tensors, whatever ranks or strategy have written it.
 
-        Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already, and
-        where ranks have chosen others: one may have seen an older state of a folder that they share.
+        Called on all ranks. Raises ConfigError for a damaged checkpoint, unless it was checked already, and if ranks
+        have chosen different ones: a rank may have seen an older state of a shared folder.
         """
         path = Path(checkpoint_path)
         if (first := self.broadcast(path.name)) != path.name:

@@ -62,9 +62,8 @@ def prove_server(client: Client, policy: Policy, dtype: str) -> None:
 def draws_by_seed(client: Client, policy: Policy, dtype: str) -> bool:
     """Return whether tokens follow from a request's seed.
 
-    Where one seed makes one answer, another has to make another. Where it makes two, passes of other shapes may have
-    been rounded in other ways: then each token has to be the one that rhymerl's noise draws from the policy's logits,
-    but for rounding.
+    If one seed gives one answer, another seed has to give another. If it gives two, passes of other shapes may have
+    rounded differently: then each token has to be the draw of rhymerl's noise from the policy's logits, up to rounding.
     """
     first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
     return first != other if first == same else all(_follows(policy, dtype, each, seed=1) for each in (first, same))

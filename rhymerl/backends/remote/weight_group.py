@@ -115,7 +115,7 @@ class WeightGroup:
     def _meanwhile(self, path: str, contents: Sequence[Mapping[str, Any]], here: Future[None]) -> None:
         """Wait until `here` and the engines' part of it are done.
 
-        The first failure is raised, an engine's before that of `here`; then all leave the group.
+        The first failure is raised, an engine's before a failure of `here`; then all leave the group.
         """
         there = [
             _in_background(partial(engine.post, path, content, timeout_s=self.fleet.timeout_s))
@@ -197,7 +197,7 @@ def _told_of_errors() -> Iterator[None]:
 def _own_address(hosts: Sequence[str]) -> str:
     """Return this machine's address as all `hosts` see it.
 
-    It is not that of its loopback where one of them is another machine.
+    It is not a loopback address if one of them is another machine.
     """
     addresses = [_seen_from(host) for host in hosts]
     return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])

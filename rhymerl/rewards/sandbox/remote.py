@@ -1,7 +1,7 @@
 """Objects of another process: called through a pipe, given and giving plain values.
 
-What is plain crosses as a copy, so whoever receives it compares with Python's own operators. Any other object stays
-where it is, and a `Remote` stands for it.
+Plain values cross as copies, so the receiver compares with Python's own operators. Any other object stays where it is,
+and a `Remote` stands for it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Caught:
 class Peer:
     """One end of a pair of pipes. `operations` are those that the other end may ask for on objects of this one.
 
-    An end that waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An
-    end that does not allow everything believes nothing: it hands over only those of its objects that `handover` lets
-    it, and `unfit` is the first that was not. It takes no names from the other end.
+    An end that waits for a result serves the other end's calls meanwhile, so that functions can be passed as arguments.
+    An end that does not allow everything trusts nothing: it hands over only objects that `handover` allows, and `unfit`
+    is the first object that was not allowed. It takes no names from the other end.
     """
 
     def __init__(self, read_fd: int, write_fd: int, *, operations: frozenset[str]) -> None:
