@@ -28,7 +28,7 @@ class RecordPasses(L.Callback):
         self._rewards: list[tuple[str, float]] = []  # by name, in time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Discard what the engine and the rewards have noted since the last step: it was an evaluation's."""
+        """Observe the engine, which exists by now; discard records since the last step, an evaluation's."""
         self._passes.clear()
         self._rewards.clear()
         if isinstance(pl_module.backend, EmbeddedBackend):

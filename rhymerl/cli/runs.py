@@ -126,7 +126,7 @@ class ForkCommand(RunCommand, FitCommand):
 
 
 class EvaluateCommand(RunCommand):
-    """answer the validation prompts, with a policy or a run's newest checkpoint (RUN, ckpt_path=PATH|last|best|auto)"""
+    """answer validation prompts with a run's newest checkpoint (RUN), a policy, or ckpt_path=PATH|last|best|auto"""
 
     name = "evaluate"
     usage = "RUN [key=value ...]\n--config NAME|PATH [key=value ...]"

@@ -17,7 +17,7 @@ MOST = 20.0  # nats: the exponential and its square are finite in float32, and n
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio), of the same shape and at most e^20.
 
-    At the limit it has no gradient; without one, infinity times an advantage of 0 would be NaN.
+    It has no gradient at the limit; without the limit, infinity times an advantage of 0 would be NaN.
     """
     return log_ratio.clamp(max=MOST).exp()
 
