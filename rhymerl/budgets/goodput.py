@@ -285,7 +285,7 @@ class GoodputBudget(Budget):
             self._report.count(rows, made=made, taken=taken / plain)
 
     def _settle(self, made: float, taken: float, measured: float) -> None:
-        """A pass `made` so many tokens a request, and took as long as so many plain ones by the costs and by the clock."""
+        """Settle a pass: tokens `made` a request, and its time in plain passes, `taken` by costs, `measured` by clock."""
         if self._kind == "probe":
             self._probe_budget.pay_probe(measured - made)
         else:

@@ -156,7 +156,7 @@ def acceptance_falls(recent: Recent) -> str | None:
 
 
 def workers_idle(recent: Recent) -> str | None:
-    """Return a warning if workers wait for one another. The first step, in which they start, is left out."""
+    """Workers wait for one another. The first step is left out, since they start in it."""
     name = "rollout/bubble_frac"
     share = recent.mean(name)
     if share is None or len(recent.metrics[name]) == WINDOW or share < MOST_IDLE or len(recent.idle) < 2:
