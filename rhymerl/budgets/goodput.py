@@ -285,7 +285,7 @@ class GoodputBudget(Budget):
             self._report.count(rows, made=made, taken=taken / plain)
 
     def _settle(self, made: float, taken: float, measured: float) -> None:
-        """Settle a pass: tokens `made` a request, and its time in plain passes, `taken` by costs, `measured` by clock."""
+        """Settle a pass: `made` tokens a request; `taken` and `measured` plain passes, by costs and by the clock."""
         if self._kind == "probe":
             self._probe_budget.pay_probe(measured - made)
         else:
