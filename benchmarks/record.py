@@ -116,7 +116,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """What the variable says, else the commit, with "-dirty" when tracked files of the package or the benchmarks differ from it."""
+    """Return the variable's commit, else the current one, "-dirty" if package or benchmarks differ from it."""
     if given := os.environ.get(COMMIT):
         return given
     here = Path(__file__).parent
@@ -138,7 +138,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def note_row(row: Row) -> None:
-    """Append a row to the file that the variable RHYMERL_BENCHMARK_ROWS names, so that it is kept if the rest is not reached; else show it."""
+    """Append a row to the file in RHYMERL_BENCHMARK_ROWS, in case the rest is not reached; else show it."""
     if name := os.environ.get(ROWS):
         with Path(name).open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -182,7 +182,7 @@ def measure_cases(
 
 
 def dying_with(parent: int) -> Callable[[], None]:
-    """Return a `preexec_fn` by which a process ends with its parent, even where that is killed: nothing of a run goes on beside the next."""
+    """Return a `preexec_fn` that ends a process with its parent, even a killed one, so that no run has company."""
 
     def prepare() -> None:
         if sys.platform == "linux":
@@ -202,7 +202,7 @@ def finish(
     start: Mapping[str, Any],
     **more: Any,
 ) -> dict[str, Any]:
-    """Print the table and, as the last line, one JSON object; write both below `--out`. `start` = environment() before."""
+    """Print the table and last one JSON object; write both below `--out`. `start` = environment() before."""
     result = {
         "benchmark": theme,
         "config": settings(arguments),

@@ -13,7 +13,7 @@ from rhymerl import Draft, Drafter
 
 
 class CopyEarlierAnswer(Drafter):
-    """A drafter that proposes what followed the same `match` tokens in the latest answers; the best of a group has the last word."""
+    """Proposes what followed the same `match` tokens in the latest answers; the best of a group has the last word."""
 
     def __init__(self, *, match: int = 4) -> None:
         self.match = match

@@ -1,4 +1,4 @@
-"""A scheduler of one's own: what took longest last time starts first, so that no long answer begins when all others end.
+"""A scheduler of one's own: the longest of last time starts first, so that no long answer begins at the end.
 
 cd examples
 rhymerl fit --config quickstart scheduler=my_scheduler.LongestFirst

@@ -1,4 +1,4 @@
-"""A walk through rhymerl in plain Python: from a random model to one that has learned something, in well under a minute.
+"""A walk through rhymerl in plain Python: from a random model to a trained one, in well under a minute.
 
     python examples/walkthrough.py
 

@@ -65,7 +65,7 @@ class _Compiled:
 
     @cached_property
     def inlined(self) -> Any:
-        """The function for callers that are compiled: they take the code into their own.
+        """Return the function for compiled callers, which inline its code.
 
         Otherwise a process that compiles both would call the function by itself, and one that loads the caller from the
         cache a copy that was optimized with it: their sums are rounded differently.
@@ -75,7 +75,7 @@ class _Compiled:
         return numba.njit(forceinline=True, **_OPTIONS)(self._with_callees())
 
     def _with_callees(self) -> Callable[..., Any]:
-        """Return the function with what it calls by compiled name bound to numba's own objects, which it can compile into it."""
+        """Return the function, its compiled callees bound to numba's own objects, which numba can compile into it."""
         function = self.function
         assert isinstance(function, FunctionType)
         called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
@@ -102,7 +102,7 @@ def _record_of(annotation: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _fields_of(path: str, annotation: Any, names: Mapping[str, Any]) -> tuple[list[str], str]:
-    """Return the paths of all arrays and numbers in an argument, and an expression that makes it of what `_flat` calls them."""
+    """Return the paths of an argument's arrays and numbers, and an expression that rebuilds it from `_flat`'s names."""
     kind = _record_of(annotation, names)
     if kind is None:
         return [path], _flat(path)

@@ -19,9 +19,9 @@ Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
 
 
 def points_of(costs: str | Path | Points) -> list[tuple[float, float]]:
-    """Return the points that an argument `costs` gives, or those of the JSON file {"costs": [[tokens, seconds], ...]} that it names.
+    """Return the points that an argument `costs` gives, itself or by the name of a JSON file.
 
-    Raises ValueError, which begins with `costs=`.
+    The file is {"costs": [[tokens, seconds], ...]}. Raises ValueError, which begins with `costs=`.
     """
     if not isinstance(costs, str | Path):
         return _checked(costs, "costs")
@@ -65,7 +65,7 @@ class PassCost(ABC):
         prompt_tokens: int | IndexArray | FloatArray = 0,
         seen: FloatArray | IndexArray | None = None,
     ) -> FloatArray:
-        """Return the time of a pass with so many draft nodes in all (an array of choices).
+        """Return the time of a pass for each total number of draft nodes, an array of choices.
 
         The drafter was asked for `asked` requests before it, and so many tokens of prompts are computed beside. `seen`
         are the keys that rows and nodes attend to, summed, where that is known. Arrays and numbers go together as
@@ -88,7 +88,7 @@ class PassCost(ABC):
         seen: int = 0,
         is_cold: bool = False,
     ) -> float:
-        """A pass has taken so long; returns what it is held to have taken.
+        """Learn from a pass's time; return the time that counts for it.
 
         Beside rows and nodes it computed so many tokens of prompts; `seen` are the keys that rows and nodes attended
         to, summed. It `is_cold` where the drafter had been left alone before, so that its code and data had to be
@@ -97,7 +97,7 @@ class PassCost(ABC):
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
 
     def wants_plain(self, rows: int) -> bool:
-        """Return whether to leave the drafter alone for a pass over so many requests, to see what it costs then."""
+        """Return whether a pass over so many requests should go without drafts, to learn its cost."""
         return False
 
     @property
@@ -107,10 +107,10 @@ class PassCost(ABC):
 
 
 class CostCurve(PassCost):
-    """Given: seconds by the tokens of a pass, straight between the points and beyond the last one, and what asking takes.
+    """A given curve: seconds by the tokens of a pass, linear between the points and beyond the last, and drafting time.
 
-    `ask_cost` is that of a pass in which the drafter was asked, and of each request that it was asked for.
-    A unit other than seconds does as well: only ratios count. Raises ValueError for a curve that is none.
+    `ask_cost` is the time of a pass in which the drafter is asked, and of each request that it is asked for. Any other
+    unit does as well, since only ratios count. Raises ValueError for an invalid curve.
     """
 
     def __init__(self, points: Sequence[Sequence[float]], *, ask_cost: tuple[float, float] = (0.0, 0.0)) -> None:

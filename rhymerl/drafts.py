@@ -1,4 +1,4 @@
-"""Drafts: guesses of the next tokens as trees, one by one and packed over a running batch; their checks, depths and parts.
+"""Drafts: guesses of the next tokens as trees, single or packed over a running batch; checks, depths and parts.
 
 K = draft nodes, R = requests of a batch, N = draft nodes of a batch.
 """
@@ -75,7 +75,7 @@ class DraftBatch:
 
     @classmethod
     def pack(cls, drafts: Sequence[Draft]) -> DraftBatch:
-        """Return one batch of single drafts. Never raises: a draft that is no two lists of integers goes to `problems`."""
+        """Return one batch of single drafts. Never raises: a draft that is no two lists of ints goes to `problems`."""
         given: Sequence[object] = drafts  # they come from anybody's drafter
         problems = {r: problem for r, draft in enumerate(given) if (problem := _packing_problem(draft))}
         usable = [draft for r, draft in enumerate(drafts) if r not in problems]
@@ -92,7 +92,7 @@ class DraftBatch:
 
     @property
     def counts(self) -> IndexArray:
-        """Nodes of each request, [R]."""
+        """Return the number of nodes of each request, [R]."""
         return self.starts[1:] - self.starts[:-1]
 
     @property
@@ -146,14 +146,14 @@ def _packing_problem(draft: object) -> str | None:
 
 
 def _joined(parts: Sequence[IntArray]) -> IntArray:
-    """One int32 array; what lies beyond int32 is cut to its ends, so that it stays out of every range."""
+    """Return an int32 array, with values clipped to int32's ends, so that wrong ones stay out of range."""
     whole = np.concatenate(parts) if parts else np.empty(0, np.int32)
     limits = np.iinfo(np.int32)
     return whole if whole.dtype == np.int32 else whole.clip(limits.min, limits.max).astype(np.int32)
 
 
 def _joined_or(parts: Sequence[tuple[npt.NDArray[Any] | None, int]], missing: float, dtype: npt.DTypeLike) -> Any:
-    """One array of what is given; None stands for so many times `missing`."""
+    """Return one array of the given arrays; None stands for so many times `missing`."""
     if all(values is None for values, _ in parts):
         return np.full(sum(count for _, count in parts), missing, dtype)
     return np.concatenate(
@@ -258,7 +258,7 @@ def _renumber(mask: BoolArray, parents: IntArray, starts: IndexArray, new_starts
 
 
 def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftBatch:
-    """Return what was proposed for the requests at the ascending `indices`, nothing for the others of `num_requests`.
+    """Return the drafts for requests at the ascending `indices`, and empty ones for the others of `num_requests`.
 
     A batch that does not fit together is a problem of each request that it was for.
     """
@@ -270,7 +270,7 @@ def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftB
 
 
 def merge_drafts(one: DraftBatch, other: DraftBatch) -> DraftBatch:
-    """Return one batch of two over the same requests, of which each has nodes in one of them at most."""
+    """Merge two batches over the same requests, each of which has nodes in at most one batch."""
     order = np.argsort(np.concatenate([one.requests, other.requests]), kind="stable")
     return DraftBatch(
         token_ids=np.concatenate([one.token_ids, other.token_ids])[order],
@@ -318,7 +318,7 @@ def sound(
 
 
 def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:
-    """Return why a request's draft is no tree of at most `limits` [R] known tokens, by request; empty when all are fine."""
+    """Return, by request, why a draft is no tree of at most `limits` [R] known tokens; empty when all are valid."""
     codes = np.zeros(len(drafts), np.int64)
     _examine(drafts.token_ids, drafts.parents, drafts.starts, limits, vocabulary, codes)
     wrong = {r: _words(drafts, r, int(codes[r]), limits, vocabulary) for r in np.flatnonzero(codes).tolist()}

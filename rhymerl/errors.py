@@ -50,7 +50,7 @@ class BackendError(RunError):
 
 
 class HookError(RunError, ValueError):
-    """A drafter, budget or scheduler raised, or returned what its base class forbids: the message names class and line."""
+    """A drafter, budget or scheduler raised, or broke its base class's contract: the message names class and line."""
 
 
 class EpisodeError(RunError):

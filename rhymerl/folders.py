@@ -1,4 +1,4 @@
-"""Directories that a command writes to: tried out, made, never shared by two runs; and what is said when a disk is full."""
+"""Output directories: checked, made, never shared by two runs; and the message for a full disk."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def open_folder(name: str | Path, *, setting: str = "run_dir") -> Path:
 
 @contextmanager
 def unmade_if_empty(path: Path) -> Iterator[None]:
-    """A directory that is made within, and those above it, are gone afterwards if nothing was put there."""
+    """Context that removes a directory made within, and those above it, if nothing was put there."""
     made = [each for each in (path, *path.parents) if not each.exists()]
     try:
         yield
@@ -91,10 +91,9 @@ def _refused(setting: str, name: str | Path, reason: str) -> ConfigError:
 
 
 class RunFolder:
-    """A run's directory as a context manager: this process's alone while it runs, and gone again if nothing was written to it.
+    """A run's directory as a context manager: held by this process while it runs, and removed if it stays empty.
 
-    Entering raises ConfigError when the directory could not be used, or another process uses it; it makes nothing,
-    which `open` does.
+    Entering raises ConfigError when the directory cannot be used, or another process uses it. Only `open` makes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,7 +147,7 @@ class RunFolder:
 
 
 class _Lock:
-    """The file `run.lock` of a directory, which names its holder; the lock itself goes with the process, however it ends."""
+    """The file `run.lock` of a directory, which names its holder; the lock is released however the process ends."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _LOCK
@@ -184,7 +183,7 @@ class _Lock:
             )
 
     def release(self) -> None:
-        """The file goes first, while nobody else can hold it."""
+        """Remove the file, then release the lock, so that nobody else can hold it in between."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
             self.close()
@@ -226,7 +225,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write what `path` is to be: it stays as it was until that is whole. Raises RunError as `writing` does."""
+    """Yield a path to write to; it replaces `path` once it is whole. Raises RunError as `writing` does."""
     part = path.with_name(f".{path.name}.part")
     try:
         with writing(path):

@@ -1,4 +1,4 @@
-"""Calls of drafters, budgets and schedulers, which may be the user's own: what goes wrong in one is told with its class and line."""
+"""Calls of drafters, budgets and schedulers, which may be the user's own; errors name class and line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rhymerl.errors import HookError, RhymeError
 
 
 def class_path(component: object) -> str:
-    """`my_module.MyDrafter`."""
+    """Return a class's path, such as `my_module.MyDrafter`."""
     return f"{type(component).__module__}.{type(component).__qualname__}"
 
 
 def line_of(component: object, hook: str) -> str:
-    """Return the file and line at which the class has this hook: `my_module.py:12`; its module where there is no such file."""
+    """Return the file and line of a class's hook, as `my_module.py:12`; its module if there is no such file."""
     code = getattr(inspect.unwrap(getattr(type(component), hook)), "__code__", None)
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else class_path(component)
 
@@ -25,7 +25,7 @@ def line_of(component: object, hook: str) -> str:
 class Hooks:
     """Turns exceptions of a component into HookErrors: `with hooks:` stands around its calls.
 
-    `setting` is the one that names the component. A HookError names the last line of the component's own file that led
+    `setting` names the component. A HookError names the last line of the component's own file that led
     there. Errors of rhymerl's own pass as they are.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose names live in the submodules that `homes` says.
+    """Return `__getattr__` and `__dir__` for a package whose names are in the submodules of `homes`.
 
     `__getattr__, __dir__ = lazy_names(__name__, {"GRPO": "algos.grpo"})`; an import under TYPE_CHECKING tells type
     checkers.

@@ -1,4 +1,4 @@
-"""The progress of a long command: one line that is written again and again on a terminal, elsewhere a plain line now and then."""
+"""The progress of a long command: one line, rewritten, on a terminal; elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _KNOWN_AFTER_SHARE = 0.05
 
 
 class ProgressBar:
-    """Is told how far something is, and tells nobody: the default of all that may take long, and free."""
+    """A progress bar that shows nothing: the default of everything that may take long."""
 
     def begin(self, words: str, total: int = 0) -> None:
         """Say that `words` are what goes on from now on, in `total` parts; 0 when nobody knows."""
 
     def advance(self, number: int = 1) -> None:
-        """Count so many parts more as done; do nothing without a `begin`."""
+        """Count further parts as done; do nothing without a `begin`."""
 
     def note(self, words: Callable[[], str]) -> None:
         """Show what this returns behind the count, until the next `begin`; it is asked whenever the line is written."""
 
     def end(self) -> None:
-        """It is done, and leaves nothing on a terminal."""
+        """End the progress, which leaves nothing on a terminal."""
 
     @contextmanager
     def during(self, words: str, total: int = 0) -> Iterator[None]:
@@ -47,7 +47,7 @@ SILENT = ProgressBar()
 
 
 class ShownProgressBar(ProgressBar):
-    """Tells it on a stream, stderr by default. Code that prints besides has to end it first."""
+    """Shows progress on a stream, stderr by default. Other code has to end it before it prints."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream if stream is not None else sys.stderr

@@ -39,7 +39,7 @@ def tiny_policy(
     seed: int = 0,
     **config: Any,
 ) -> Policy:
-    """A random model with grouped-query attention over the characters of the running sums.
+    """Return a random model with grouped-query attention over the characters of the running sums.
 
     `peaked` scales the weight matrices, so that the distributions are neither flat nor one-hot.
     """
@@ -132,7 +132,7 @@ class RandomTreeDrafter(Drafter):
 
 
 class OracleDrafter(Drafter):
-    """Is given the answers by request id and drafts them: the engine's ceiling."""
+    """Drafts the given answers, by request id: the engine's ceiling."""
 
     def __init__(self, answers: Mapping[str, Sequence[int]]) -> None:
         self.answers = {name: np.asarray(tokens, np.int32) for name, tokens in answers.items()}
@@ -144,7 +144,7 @@ class OracleDrafter(Drafter):
 
 
 class ScriptedBackend(RolloutBackend):
-    """Answers from a function of the request, `batch` a pass and in order: for the tests of everything around a backend."""
+    """Answers from a function of the request, `batch` a pass and in order: for tests of everything but a backend."""
 
     counts_passes = True
 
@@ -162,7 +162,7 @@ class ScriptedBackend(RolloutBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Nothing to bring up; the drafter is only closed again."""
+        """Start nothing; the drafter is only closed again."""
         self._drafter = drafter
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

@@ -39,7 +39,10 @@ Split = Literal["train", "validation"]  # their histories are kept apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of the data set, tokenized: `Prompt(id="7", key="9f…", token_ids=[4, 11, 18], text="29\\n", columns={"answer": "29"})`."""
+    """One row of the data set, tokenized.
+
+    For example `Prompt(id="7", key="9f…", token_ids=[4, 11, 18], text="29\\n", columns={"answer": "29"})`.
+    """
 
     id: str  # stable over runs: the row's own `id` column, else a hash of the row
     key: str  # hash of the exact token ids and of the tokenizer and template that made them: history's key
@@ -90,7 +93,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """The end of one of an episode's turns, and the environment's reply: the tokens from `start` to `stop` of the answer."""
+    """The end of an episode's turn, and the environment's reply: tokens `start` to `stop` of the answer."""
 
     start: int
     stop: int  # start, where the episode is over
@@ -103,13 +106,13 @@ class TurnEnd:
     saved_s: float | None = None  # of waiting, where the reply was remembered
 
     def behind(self, num_tokens: int) -> TurnEnd:
-        """Return it as it stands in an answer that has so many more tokens in front."""
+        """Return the turn's end in an answer with `num_tokens` more tokens in front."""
         return replace(self, start=self.start + num_tokens, stop=self.stop + num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The tokens of an answer so far, and what they took. L = tokens.
+    """The tokens of an answer so far, with counts of passes and drafts. L = tokens.
 
     They are all sampled, but for the replies of an environment, which `turns` has.
     """
@@ -135,7 +138,7 @@ class Output:
         policy_version: int = 0,
         finish_reason: FinishReason = "withdrawn",
     ) -> Output:
-        """Return tokens that all have one log-prob and version; without arguments, an answer of which there is no token yet."""
+        """Return tokens with one log-prob and version; without arguments, an answer without tokens."""
         import numpy as np
 
         tokens = np.asarray(token_ids, np.int32)
@@ -150,14 +153,14 @@ class Output:
         return len(self.token_ids)
 
     def __getitem__(self, part: slice) -> Output:
-        """Return some of its tokens; the reason, the counts and the turns stay those of the whole."""
+        """Return some of its tokens; the reason, the counts and the turns stay those of the whole output."""
         columns: dict[str, Any] = {
             name: None if column is None else column[part] for name, column in self._columns().items()
         }
         return replace(self, **columns)
 
     def __add__(self, later: Output) -> Output:
-        """Return its tokens and those sampled after them. Counts are summed, the reason is the later one's."""
+        """Return its tokens followed by later ones. Counts are summed; the reason is the later output's."""
         return replace(
             later.behind(self),
             num_passes=self.num_passes + later.num_passes,
@@ -167,7 +170,7 @@ class Output:
         )
 
     def behind(self, earlier: Output) -> Output:
-        """Return earlier tokens and then its own; the reason and the counts are its own, which are of the whole."""
+        """Return its tokens behind earlier ones; its reason and counts stay, since they are of the whole."""
         import numpy as np
 
         pairs = {name: (before, getattr(self, name)) for name, before in earlier._columns().items()}
@@ -177,7 +180,7 @@ class Output:
         return replace(self, **joined)
 
     def _columns(self) -> dict[str, Any]:
-        """What there is of each token, by name."""
+        """Return the arrays with one entry a token, by name."""
         return {name: getattr(self, name) for name in ("token_ids", "logprobs", "policy_versions", "sources")}
 
     @property
@@ -187,12 +190,12 @@ class Output:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether it has ended by a limit, or a failure, and not by itself."""
+        """Return whether it was ended by a limit or a failure."""
         return self.is_finished and self.finish_reason != "stop"
 
     @property
     def sampled(self) -> BoolArray:
-        """Which tokens the policy has sampled, [L]: all but those of replies."""
+        """Return which tokens the policy has sampled, [L]: all but those of replies."""
         import numpy as np
 
         mask = np.ones(len(self), np.bool_)
@@ -255,7 +258,7 @@ class Completion:
         return self.output.num_accepted
 
     def resume(self) -> RolloutRequest:
-        """Return the request that goes on from here."""
+        """Return the request that continues this answer."""
         return replace(self.request, output=self.output)
 
 
@@ -288,7 +291,7 @@ class Sample:
 
 
 class Ratio(float):
-    """A metric that is `part` / `whole`, 0 without a whole; of several ranks together it is that of the sums."""
+    """A metric `part` / `whole`, 0 without a whole; over several ranks, the ratio of the sums."""
 
     __slots__ = ("part", "whole")
     part: float

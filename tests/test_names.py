@@ -1,4 +1,4 @@
-"""The package speaks the field's words: names, docstrings and docs are searched for those that it once had of its own."""
+"""The package speaks the field's words: names, docstrings and docs have none of its former words."""
 
 from __future__ import annotations
 

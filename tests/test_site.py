@@ -1,4 +1,4 @@
-"""The site of the documentation: its pages and their navigation agree, and what is made for it is made of what the code says now.
+"""The documentation's site: pages and navigation agree, and generated pages say what the code says now.
 
 Nothing here needs MkDocs: `make docs` builds the site, and follows every link and anchor in it.
 """

@@ -1,4 +1,4 @@
-"""The tutorial and the how-to about one's own data run from their first block to their last, made small by further overrides."""
+"""The tutorial and the how-to about one's own data run from first to last block, made small by overrides."""
 
 from __future__ import annotations
 

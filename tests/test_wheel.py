@@ -1,6 +1,6 @@
-"""The wheel in an empty environment, outside the checkout, with what it says it needs: commands of the documentation and an example run.
+"""The wheel with its declared dependencies in an empty environment: documented commands and an example run.
 
-pip fetches the dependencies, all but torch, which is lent: a CUDA build takes gigabytes.
+It is outside the checkout. pip fetches the dependencies, all but torch, which is lent: a CUDA build takes gigabytes.
 """
 
 from __future__ import annotations

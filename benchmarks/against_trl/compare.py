@@ -3,15 +3,15 @@
 Both sides have the same first weights, prompts and rewards, one optimizer step a rollout, the same learning rate, AdamW
 and gradient clipping, float32, TensorBoard every step. Each seed is a block of two processes, one a side, in
 alternating order. A step is timed from the end of one to the end of the next, so data, reward and logging are in it;
-`other_s` is what is neither generation nor update. The first
---warm-up steps are not timed. `ms_per_token` is the step over all generated tokens. Spreads are over the seeds; `speedup` is TRL's step time
-over ours, seed by seed. An answer ends early at its end token only. By --task:
+`other_s` is what is neither generation nor update. The first --warm-up steps are not timed. `ms_per_token` is the step
+over all generated tokens. Spreads are over the seeds; `speedup` is TRL's step time over ours, seed by seed. An answer
+ends early at its end token only. By --task:
 
 - echo: the echo task (echo_task.py) with a Qwen2 of 64 x 2 layers of random weights, 8 prompts x 8 answers x at most 32
   tokens;
 - running_sum: the quickstart's policy, which has imitated sloppy demonstrations, on its problems: a step is a quarter
-  of an epoch, of 16
-  prompts x 8 answers x at most 128 tokens. From the second epoch on our side drafts from the answers before;
+  of an epoch, of 16 prompts x 8 answers x at most 128 tokens. From the second epoch on our side drafts from the answers
+  before;
 - addition: SmolLM2-135M-Instruct, which `make pretrained` fetches, learns to add in its chat template: 6 prompts x 6
   answers x at most 32 tokens;
 - sums: the model that `rhymerl warmstart --config warmstart_smollm2_sums` has made adds some 11 numbers step by step.
@@ -19,7 +19,8 @@ over ours, seed by seed. An answer ends early at its end token only. By --task:
 With --train-size, both sides have so many prompts, and go through them again and again.
 
     python -m benchmarks.against_trl.compare --trl-python PYTHON_WITH_TRL [--task echo] [--steps 100] [--seeds 3]
-    python -m benchmarks.against_trl.compare --task sums --model out/warmstart_smollm2_sums --max-tokens 256 --rows-per-backward 6 ...
+    python -m benchmarks.against_trl.compare --task sums --model out/warmstart_smollm2_sums --max-tokens 256 \\
+        --rows-per-backward 6 ...
 
 TRL has its own requirements, so give it its own environment (pip install trl datasets tensorboard). Without
 --trl-python our side runs alone, and `speedup` is null.

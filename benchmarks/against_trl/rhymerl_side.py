@@ -1,4 +1,4 @@
-"""Our side of a comparison (`compare.py`), which starts it: RhymeModule under lightning.Trainer; prints one JSON line."""
+"""Our side of a comparison, started by `compare.py`: RhymeModule under lightning.Trainer; prints one JSON line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both sides of a comparison with TRL are told on the command line, and rewards; it needs the standard library only."""
+"""Command-line options and rewards of both sides of a comparison with TRL; standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's side of a comparison (`compare.py`), which starts it with an interpreter that has TRL: GRPOTrainer; prints one JSON line.
+"""TRL's side of a comparison, started by `compare.py` with TRL's interpreter: GRPOTrainer; prints one JSON line.
 
 It starts from the same weights and tokenizer as our side and needs none of our code. Whatever is not set here is TRL's
 default, and our side's settings are made to match: AdamW without weight decay, gradient norm 1, clip range 0.2, no KL.

@@ -1,4 +1,4 @@
-"""Whole rollouts of a real model's run with drafts over rollouts without, at several numbers of running requests, beside what passes allow.
+"""Rollouts of a real model's run with drafts over rollouts without, by running requests, and what passes allow.
 
 A run is trained as its config says. In every `--every`-th step from epoch `--from-epoch` on (the first is 1), other
 engines answer the same requests with the same weights: for each number of running requests one without drafts, and one
@@ -60,7 +60,7 @@ class Taken(NamedTuple):
 
 
 class Pairs:
-    """The engines with and without drafts, which begin at the first step, and what they took; used from within a training."""
+    """The engines with and without drafts, from the first step on, and their times; used from within a training."""
 
     def __init__(self, running: Sequence[int], config: Any, stack: ExitStack) -> None:
         self.config = config
@@ -114,7 +114,7 @@ class Pairs:
         return sum(each.seconds for each in some) / sum(each.tokens for each in some)
 
     def passes(self, running: int) -> list[emulation_check.Pass]:
-        """Return tokens, keys (none) and seconds of the passes over so many running requests at most that computed no prompt."""
+        """Return tokens, keys (none) and seconds of passes without prompts over at most `running` requests."""
         records = [each for drafts in (False, True) for each in self.records[Engine(running, drafts)]]
         return [(each.tokens, 0, 0, each.seconds) for each in records if not each.prompt_tokens]
 
@@ -138,7 +138,7 @@ def trained(config: Any, pairs: Pairs, *, from_epoch: int, every: int) -> list[T
 def replayed(
     records: Sequence[TraceRecord], points: Sequence[Sequence[float]], *, running: int
 ) -> dict[str, dict[int, ReplayTotals]]:
-    """Return the totals by epoch of plain decoding and of each budget, by its name, where passes cost what `points` say."""
+    """Return the totals by epoch of plain decoding and of each budget, by name, with passes that cost `points`."""
     budgets: dict[str, Budget] = {"plain": FixedBudget(0)}
     budgets |= {"goodput": GoodputBudget(costs=points, deterministic=True)}
     budgets |= {str(nodes): FixedBudget(nodes) for nodes in NODES}

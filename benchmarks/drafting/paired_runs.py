@@ -1,4 +1,4 @@
-"""Whole training runs with the drafts of a config and with drafter=none: the speed-up that drafts had, and what the run said of it.
+"""Training runs with a config's drafts and with drafter=none: the speed-up of drafts, and what the run reported.
 
 The two runs of a pair take turns, a step each, and begin with the same seed, so that they sample the same tokens up to
 rounding. `had` is the ratio of the seconds of their rollouts, all steps of the run counted; `said` is the run's own

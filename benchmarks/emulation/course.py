@@ -1,4 +1,4 @@
-"""A run on the trainer's clock: what headline.py patches into the program to move that clock on, and the figures that it takes."""
+"""A run on the trainer's clock: headline.py's patches of the program that move that clock, and the run's figures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Course:
     _launched_s: float | None = None  # CPU time at which a rollout began whose requests are not out yet
 
     def watch(self, stack: ExitStack, *, waits_for_all: bool) -> None:
-        """Within the stack, move the trainer's clock on and take figures; `waits_for_all`: no worker begins a rollout before the last answer of the one before."""
+        """Move the trainer's clock and take figures; if it `waits_for_all`, rollouts begin after the last answer."""
         update, end, answer, listen = (
             Updater.run,
             RhymeModule.on_train_batch_end,
@@ -148,7 +148,7 @@ class Course:
         return num_workers * sum(over - begun for begun, over in windows) - float(worked)
 
     def least_s(self, num_workers: int, max_running: int) -> float:
-        """Return the seconds of all rollouts on full workers whose passes verify no node in vain, at the tokens a pass that the run had."""
+        """Return the seconds of all rollouts on full workers without wasted nodes, at the run's acceptance length."""
         assert self.workers is not None
         device, lengths = self.workers.devices[0], np.concatenate(self.lengths).astype(float)
         prompts = np.array([len(each.prompt.token_ids) for requests in self.requests for each in requests])
@@ -177,7 +177,7 @@ class Course:
 
     @property
     def length_correlation(self) -> float | None:
-        """Return the correlation of a prompt's mean length with that in the epoch before; None where there is none, because all are as long."""
+        """Return the correlation of prompts' mean lengths with the epoch before; None if all are equally long."""
         means = defaultdict[str, list[float]](list)
         for requests, lengths in zip(self.requests, self.lengths, strict=True):
             of_prompt = defaultdict[str, list[int]](list)

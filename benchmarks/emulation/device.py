@@ -27,7 +27,7 @@ _NO_NODES = np.zeros(1)
 
 @dataclass(slots=True, kw_only=True)
 class EmulatedDevice:
-    """A device whose passes cost what a curve says: seconds by the tokens of a pass, and `context_s_per_token` for each key of each row.
+    """A device whose passes cost what a curve says: seconds by tokens, and `context_s_per_token` per key of a row.
 
     `context_s_per_pair` is for each key of each token: an accelerator waits for keys that are read, a CPU for products
     with them. With `widths`, which rise, all requests of a pass have as many nodes, as in SGLang: the smallest of them
@@ -44,9 +44,9 @@ class EmulatedDevice:
 
     @classmethod
     def read(cls, path: str | Path, *, scale: float, lengths: float = 1.0) -> Self:
-        """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds}, and more such; a token of context stands for `lengths` of the file's.
+        """Read {"costs": [[tokens, seconds], ...], "context_s_per_token": seconds} and further costs.
 
-        Raises ValueError that begins with `emulate=`.
+        A token of context stands for `lengths` of the file's. Raises ValueError that begins with `emulate=`.
         """
         try:
             curve = CostCurve.read(path)
@@ -131,7 +131,7 @@ class EmulatedForward:
 
 
 class EmulatedBackend(EmbeddedBackend):
-    """The embedded engine, whose passes wait until they have taken as long as on another device: one, or a file with its costs, times `emulate_scale`."""
+    """The embedded engine with passes as long as on another device: given, or a file of costs times `emulate_scale`."""
 
     def __init__(self, *, emulate: str | Path | EmulatedDevice, emulate_scale: float = 1.0, **engine: Any) -> None:
         super().__init__(**engine)

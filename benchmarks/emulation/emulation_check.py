@@ -1,4 +1,4 @@
-"""Emulation against truth: the same run with passes as they are on this machine, and on the virtual clock with a curve of their costs.
+"""Emulation against truth: a run on this machine, and on the virtual clock with a curve of the machine's costs.
 
 The curve is measured in runs of other seeds, before and after those that are compared: each pass's tokens, keys and
 seconds, to which a line with corners at powers of two, a price of a row's key and one of a token's key are fitted. In

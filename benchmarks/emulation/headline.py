@@ -132,7 +132,7 @@ QUICK = [
 def run_row(
     row: Row, arguments: Any, *, update_s: float, steps: int, cpu: float = 1.0, policies: Path | None = None
 ) -> Course:
-    """Run a row on the virtual clock, where a second of CPU time beside passes and update is `cpu` seconds; the policies after each epoch go to a folder."""
+    """Run a row on the virtual clock (a second of other CPU time is `cpu` s); policies after epochs go to a folder."""
     workers = row.num_workers(arguments)
     # Of the time that the trainer's devices alone would take.
     share = arguments.trainers / workers if row.is_colocated else 1.0
@@ -238,9 +238,9 @@ def figures(row: Row, course: Course, found: dict[str, Course], arguments: Any) 
 
 
 def to_reward(course: Course, barrier: Course, *, window: int) -> float | None:
-    """Return how many times as soon as the barrier's row a row has, in `window` steps in a row, the reward that the barrier's had in the epoch before its last.
+    """Return how many times sooner than the barrier a row has the barrier's reward of its last epoch but one.
 
-    None where it never has.
+    The reward is the mean of `window` steps in a row. None where it never has.
     """
     target = barrier.rewards(window)[-1 - window]
     times = [
@@ -252,7 +252,7 @@ def to_reward(course: Course, barrier: Course, *, window: int) -> float | None:
 
 
 def to_held_out(course: Course, barrier: Course) -> float | None:
-    """Return how many times as soon as the barrier's row a row has nine tenths of what that gains on held-out problems; None where it never has.
+    """Return how many times sooner than the barrier a row has nine tenths of its held-out gain; None if never.
 
     A line that never falls lies midway between the best of the epochs so far and the worst of those to come.
     """
@@ -283,7 +283,7 @@ def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> No
 
 
 def held_out(course: Course, arguments: Any) -> list[float]:
-    """Return the rewards of held-out problems before the first step and after each epoch of a run whose policies were kept."""
+    """Return the held-out rewards before the first step and after each epoch of a run whose policies were kept."""
     assert course.policies is not None
     start = Path(__file__).parents[1] / "policies" / arguments.policy
     kept = sorted(course.policies.iterdir(), key=lambda path: int(path.name))
@@ -301,7 +301,7 @@ def held_out(course: Course, arguments: Any) -> list[float]:
 
 
 def update_seconds(arguments: Any) -> float:
-    """Return the seconds that an update takes for each token: so many that it is `update` of a step of the first row."""
+    """Return the seconds of an update per token, with which it is `update` of a step of the first row."""
     for row in QUICK[-2:]:  # what is compiled or cached once is nobody's time
         run_row(row, arguments, update_s=0.0, steps=2)
     before = run_row(BARRIER, arguments, update_s=0.0, steps=arguments.epoch_steps)

@@ -1,4 +1,4 @@
-"""The main rows of headline.py at other settings, which have baselines of their own; the columns are those of headline.py.
+"""The main rows of headline.py at other settings, with baselines of their own; the columns are headline.py's.
 
 They are three seeds, an update of 30 % of the first row's step, a model of 32B on four GPUs, a faster GPU, twice as
 many requests, and a policy that checks its answers once more as often as chance has it, so that a prompt tells less of

@@ -132,7 +132,7 @@ class VirtualHost(WorkerHost):
 
 
 class VirtualConnection(ThreadConnection):
-    """Messages and events are pickled, as they are on their way to another process; what that takes the worker is its time."""
+    """Messages and events are pickled, as on their way to another process; that time is the worker's."""
 
     def __init__(self, host: VirtualHost, trainer: VirtualWorkers) -> None:
         super().__init__(host, lockstep=True)
@@ -149,10 +149,11 @@ class VirtualConnection(ThreadConnection):
 
 
 class VirtualWorkers(ThreadBackend):
-    """Workers whose passes cost what the file `emulate` says; one of our tokens stands for `lengths` of the device's. `widths` are an `EmulatedDevice`'s.
+    """Workers whose passes cost what the file `emulate` says.
 
-    `update_s` is what the trainer's update takes, `weights_s` the load of weights by a worker, `cpu` what a second of
-    CPU time is. Whoever runs the trainer moves `clock_s`, the trainer's clock, on.
+    One of our tokens stands for `lengths` of the device's; `widths` are an `EmulatedDevice`'s. `update_s` is what the
+    trainer's update takes, `weights_s` the load of weights by a worker, `cpu` what a second of CPU time is. Whoever
+    runs the trainer moves `clock_s`, the trainer's clock, on.
     """
 
     ticks_per_exchange = 20
@@ -197,7 +198,7 @@ class VirtualWorkers(ThreadBackend):
 
     @property
     def spent(self) -> Counter[str]:
-        """Return the seconds of all workers by part, and the `tokens` that passes emitted with their `request_passes`."""
+        """Return the seconds of all workers by part, and the `tokens` of passes with their `request_passes`."""
         spent = sum((device.spent for device in self.devices), Counter())
         totals = [engine.engine.totals for engine in self._engines if engine.has_started]
         spent["draft"] = sum(each.draft_s for each in totals)

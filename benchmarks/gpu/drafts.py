@@ -63,7 +63,7 @@ class Rollouts:
         }
 
     def answered(self, asked: Sequence[RolloutRequest], mode: str) -> tuple[list[Completion], float, EngineTotals]:
-        """Return the answers of a new engine, whose drafter knows the history and nothing else, with its seconds and totals."""
+        """Return the answers, seconds and totals of a new engine, whose drafter knows only the history."""
         with closing(DRAFTERS[mode]()) as drafter:
             drafter.follow(self.history.snapshot())
             budget = FixedBudget(self.arguments.nodes)

@@ -3,7 +3,7 @@
 What a pass costs is its replayed graph, and `--overhead-ms` for what an engine does beside it. What a key costs is
 derived: its bytes over the rate of a copy on the card, which the row of `machine.py` has. `source` says all of it.
 
-    python -m benchmarks.emulation.emulated_from benchmarks/results/gpu_h100.jsonl --size 7B > benchmarks/emulated/h100_7b.json
+    python -m benchmarks.gpu.emulated_from benchmarks/results/gpu_h100.jsonl --size 7B > h100_7b.json
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.gpu.runner import Attempt, attempts_in
 
 
 def emulated(file: Path, size: str, *, card: str | None = None, overhead_ms: float = 0.0) -> dict[str, Any]:
-    """Return the file's content. The newest row counts; raises ValueError where rows are missing or are of several cards."""
+    """Return the file's content by the newest row. Raises ValueError if rows are missing or of several cards."""
     tried = [each for each in attempts_in(file) if card in (None, each.card)]
     cards = sorted({each.card for each in tried if each.part == "passes" and each.rows})
     if len(cards) != 1:

@@ -1,4 +1,4 @@
-"""A pass of the embedded engine by running requests and draft nodes: milliseconds, kernels launched, and waits for the device.
+"""A pass of the embedded engine by running requests and draft nodes: milliseconds, kernel launches, device waits.
 
 The milliseconds are medians of whole steps, with scheduling, drafting and drawing. Drafts are paths that nothing stands
 for, so that few nodes are accepted and every pass verifies as many. Launches, copies and waits are those of one further

@@ -1,4 +1,4 @@
-"""A training run with `trainer.strategy=fsdp2` on one GPU: the quickstart, three steps. It shows that sharding runs there, and no speed.
+"""Three steps of the quickstart with `trainer.strategy=fsdp2` on one GPU: sharding runs there, no speed is shown.
 
 One rank holds all shards, over NCCL on a GPU and gloo on a CPU; the embedded engine answers with a whole copy of the
 weights. Further settings follow the options.

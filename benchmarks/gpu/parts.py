@@ -94,7 +94,7 @@ def parts(*, server: Sequence[str] = (), variables: Sequence[str] = ()) -> list[
 
 
 def on_cpu(part: Part) -> Part:
-    """Return the part as it runs on a CPU, where its times mean nothing; where there is no such form it needs a GPU still.
+    """Return the part as it runs on a CPU, where its times mean nothing; a part without such a form needs a GPU.
 
     A CPU may be busy with something else, so that the limit is another.
     """
@@ -102,7 +102,7 @@ def on_cpu(part: Part) -> Part:
 
 
 def gpu_tests(folder: str = "") -> list[str]:
-    """Return the files with tests of a GPU: to import all others takes long, and packages that a GPU's machine may lack."""
+    """Return the files with GPU tests: other files take long to import, and need packages that may be missing."""
     files = sorted((ROOT / "tests" / folder).rglob("test_*.py"))
     return [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text()]
 

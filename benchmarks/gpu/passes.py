@@ -39,7 +39,7 @@ def measure(arguments: Any, size: str, tokens: int) -> dict[str, Any]:
 
 
 def forward(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits. The mask is the causal one of SDPA: transformers would look at values for it, which waits for the device."""
+    """Return the logits with SDPA's causal mask: transformers would inspect a mask's values and wait for the device."""
     logits: torch.Tensor = model(input_ids=ids, attention_mask={"full_attention": None}, use_cache=False).logits
     return logits
 

@@ -1,4 +1,4 @@
-"""Tokens a second of transformers' own continuous batching (`generate_batch`: paged attention, CUDA graphs), beside `drafts.py`.
+"""Tokens per second of transformers' continuous batching (`generate_batch`: paged attention, CUDA graphs).
 
 The same policy, prompts and lengths as there. The second of two calls counts, for which the graphs of the first are
 kept.

@@ -173,7 +173,7 @@ def attempts_in(file: Path) -> list[Attempt]:
 
 
 def digest(part: Part) -> str:
-    """Return what its figures are of, in short: the content of the files that they judge, its command, and its packages' versions."""
+    """Return a digest of what its figures depend on: judged files, its command, and its packages' versions."""
     versions = record.versions([name for name in VERSIONS if name in part.needs])
     what = [part.words, versions, [(name, _blob(ROOT / name)) for name in files_of(part.judges)]]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]

@@ -117,7 +117,7 @@ def question(request: RolloutRequest) -> dict[str, Any]:
 
 
 def completion(request: RolloutRequest, answer: Mapping[str, Any], *, nodes: int) -> Completion:
-    """Its answer, and what its passes came to, counted as for our own drafters; tokens behind a stop token are none of it."""
+    """Return the request's answer and the count of its passes, as for our drafters, without tokens after a stop."""
     meta = answer["meta_info"]
     pairs = meta["output_token_logprobs"]
     tokens = np.array([pair[1] for pair in pairs], np.int32)

@@ -1,4 +1,4 @@
-"""The gain from drafts inside SGLang: tokens a second without them, with SGLang's own n-grams, with ours and with history.
+"""Tokens per second inside SGLang: without drafts, with its own n-grams, with ours and with history.
 
 Each mode is a server with the same policy, and answers the same prompts after two epochs of answers to them:
 
@@ -147,7 +147,7 @@ def started(modes: Sequence[str], policy: Policy, arguments: argparse.Namespace)
 
 
 def learn(sides: Sequence[Side], work: Work, history: HistoryStore, arguments: argparse.Namespace) -> None:
-    """All answer the epochs, which warms them up too; what the baseline answers is the history that drafters are given."""
+    """Let all sides answer the epochs, which warms them up; the baseline's answers are the drafters' history."""
     for side in sides:
         for epoch in range(arguments.epochs):
             answers = side.answer(work.epoch(epoch), running=max(arguments.running))

@@ -73,10 +73,10 @@ def missing(part: Part, *, has_card: bool) -> list[str]:
 def environment(
     site: Path, *, folder: Path, server: Sequence[str] = (), variables: Sequence[str] = (), on_cpu: bool = False
 ) -> dict[str, str]:
-    """Return that of the parts: the checkout and what came with the wheels, no network, and output that a kill does not swallow.
+    """Return the environment of the parts: the checkout, the wheels, no network, and unbuffered output.
 
-    Tests are told of SGLang's further arguments and variables by it. What numba compiles stays in `folder`, next to a
-    card.
+    A kill swallows no output. Tests are told of SGLang's further arguments and variables by it. What numba compiles
+    stays in `folder`, next to a card.
     """
     path = os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     of_machine = {

@@ -1,4 +1,4 @@
-"""Compile what the embedded engine, its drafter and the update need of numba, on the CPU: `gpu.py` does it while the first parts use the GPU.
+"""Compile numba code of engine, drafter and update on the CPU: `gpu.py` does it while the first parts use the GPU.
 
 numba's cache is one processor's, so that it cannot be brought along. A tiny policy in bfloat16 takes the same path on a
 CPU as on a GPU.

@@ -1,4 +1,4 @@
-"""A speed guard: echo step, quickstart step and rollouts of this tree over those of an earlier commit, interleaved, as ratios.
+"""A speed guard: echo step, quickstart step and rollouts of this tree over an earlier commit's, interleaved.
 
 Both trees run through the command line with settings that do not change (docs/configuration.md), in the same
 environment. Their training runs take turns step by step (turns.py), their rollouts one after the other in alternating
@@ -121,7 +121,7 @@ def fit(trees: Sequence[Tree], workload: str, *words: str) -> dict[str, Times]:
 
 
 def trained(words: Mapping[Tree, Sequence[str]]) -> None:
-    """Run `rhymerl fit` with two trees' words, into their folders' `run`; the runs take turns, a step each, and the first one begins.
+    """Run `rhymerl fit` with two trees' words into their folders' `run`, a step each in turn, the first one first.
 
     Seconds of the steps go to the folders' `steps.json`.
     """

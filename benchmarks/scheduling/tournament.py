@@ -1,17 +1,20 @@
-"""Schedulers of this package and rules of other systems on the same lengths, simulated: how fast, what they train on, how stale it is.
+"""Schedulers of this package and rules of other systems, simulated on the same lengths: speed, bias, staleness.
 
 Rows by workload (workloads.py) and rule (peers/ has those of other systems, and what each leaves out). `steps` says
 what a rule may do: all answers by the newest policy, behind a barrier; one step off, `run_ahead=keep`; or end a step
 early, which changes what is trained on. Training takes no time, a pass over B requests costs 1 + B / 128, and all of a
 worker's requests run side by side unless the workload has slots.
 
-tokens, answers   trained on in a unit of time, over FIFO behind a barrier (median and range over seeds) bound
-the same without bubbles in full batches, or if every longest answer ran alone, whichever is less; of an early-stopping
-rule, for what it trained on idle              share of worker time without work p99               time until an
-answer's last token, from when it could begin, 99th percentile, in steps of FIFO behind a barrier bias              mean
-length of what was trained on over that of what was asked for, over the run bias of steps     the lowest and highest
-mean of a step over that of the run: what FIFO has comes from the prompts of a step stale, oldest     share of tokens
-that an older policy sampled; how old, in steps answered          answers that were trained on, over those asked for
+tokens, answers   trained on in a unit of time, over FIFO behind a barrier (median and range over seeds)
+bound             the same without bubbles in full batches, or if every longest answer ran alone, whichever is less;
+                  of an early-stopping rule, for what it trained on
+idle              share of worker time without work
+p99               time until an answer's last token, from when it could begin, 99th percentile,
+                  in steps of FIFO behind a barrier
+bias              mean length of what was trained on over that of what was asked for, over the run
+bias of steps     the lowest and highest mean of a step over that of the run: FIFO's comes from the prompts of a step
+stale, oldest     share of tokens that an older policy sampled; how old, in steps
+answered          answers that were trained on, over those asked for
 
     python -m benchmarks.scheduling.tournament --out FOLDER
 """
@@ -203,7 +206,7 @@ def figures(scheduler: Scheduler, steps: str, workload: Workload, works: Sequenc
 
 
 def early_figures(scheduler: Any, workload: Workload, works: Sequence[StepWork]) -> Figures:
-    """Return the figures of a rule that ends steps early; it goes through the same prompts, in as many steps as it takes."""
+    """Return the figures of a rule that ends steps early, over the same prompts in as many steps as it takes."""
     decoding = Decoding(max_running=workload.max_running)
     simulation = EarlyStopSimulation(
         scheduler, works, num_workers=workload.num_workers, decoding=decoding, every=interval(works)
@@ -257,7 +260,7 @@ def _alone(tokens: FloatArray) -> float:
 
 
 def _shared(tokens: float, num_requests: int, workload: Workload, num_asked: int = 0) -> float:
-    """Return the time of so many tokens on all workers without bubbles, in passes over as many requests as there can be."""
+    """Return the time of so many tokens on all workers without bubbles, in passes of as many requests as possible."""
     slots = max(num_requests, num_asked)
     if workload.max_running is not None:
         slots = min(slots, workload.max_running)

@@ -1,4 +1,4 @@
-"""The lengths that tournament.py judges schedulers on: synthetic, recorded, and spread as in traces of public services."""
+"""The lengths on which tournament.py judges schedulers: synthetic, recorded, and from traces of public services."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ServiceLengths(LengthSource):
 
 
 class ShuffledTrace(LengthSource):
-    """The lengths of a trace; the seed says which prompts share a step. More answers than were recorded repeat some of the prompt's."""
+    """A trace's lengths; the seed says which prompts share a step. Answers beyond it repeat some of their prompt's."""
 
     def __init__(self, trace: Path, *, prompts_per_step: int, group_size: int) -> None:
         self.epochs = RecordedLengths(trace, prompts_per_step=1_000_000).steps(1_000_000, 0)
@@ -93,7 +93,7 @@ class Workload:
     max_running: int | None = None
 
     def steps(self, num_steps: int, seed: int) -> list[StepWork]:
-        """Return steps with more answers to each prompt than a group has: surplus ones, and those to a prompt that is asked anew."""
+        """Return steps with more answers per prompt than a group has: surplus, and those to prompts asked again."""
         group_size = round(OVER * self.group_size) + self.group_size
         return self.source(prompts_per_step=self.prompts, group_size=group_size).steps(num_steps, seed)
 

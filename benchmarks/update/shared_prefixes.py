@@ -1,4 +1,4 @@
-"""An update that computes the prompt of a group and what its answers begin with once, against one that computes each answer by itself.
+"""An update that computes shared prefixes of a group once, against one that computes each answer by itself.
 
 A Llama of SmolLM2-135M's shape with random weights takes optimizer steps (GRPO, AdamW), with and without sharing in
 turn (update.share_prefixes). Prompts and answers are random, so that answers have only their prompt in common, or

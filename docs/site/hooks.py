@@ -1,4 +1,4 @@
-"""What MkDocs does for this site beyond Markdown: pages from elsewhere in the repository, notebooks, and formulas as MathML."""
+"""MkDocs hooks of this site: pages from elsewhere in the repository, notebooks, and formulas as MathML."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 
 def run(path: Path) -> list[list[dict[str, Any]]]:
-    """Run a notebook in its own folder, and return the outputs of each cell of code: what it prints, and its last expression."""
+    """Run a notebook in its own folder; return each code cell's outputs: what it prints, and its last expression."""
     names: dict[str, Any] = {"__name__": path.stem}
     cells = _code(json.loads(path.read_text()))
     with contextlib.chdir(path.parent):

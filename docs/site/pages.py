@@ -1,4 +1,4 @@
-"""The pages of the site that no file in docs/ is: made from the README, the package's public names, notebooks and linked files.
+"""Generated pages of the site: from the README, the package's public names, notebooks and linked files.
 
 Only the standard library is needed, so that the tests look at the same pages as MkDocs (`hooks.py`).
 """
@@ -25,7 +25,7 @@ _FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
 
 def sources() -> dict[str, Path]:
-    """Return the file behind each page that is one: its own in docs/, one of the root's, or one that such a page links to."""
+    """Return the file behind each page that has one: in docs/, at the root, or linked by such a page."""
     found = {
         path.relative_to(DOCS).as_posix(): path for suffix in ("md", "ipynb") for path in DOCS.rglob(f"*.{suffix}")
     }
@@ -50,7 +50,7 @@ def links(page: Path) -> Iterator[Path]:
 
 
 def place_of(path: Path) -> str:
-    """Return where a file of the repository stands in the site: docs/ at the top, what else is linked under repository/."""
+    """Return a repository file's place in the site: docs/ at the top, other linked files under repository/."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     name = path.relative_to(ROOT).as_posix()
@@ -104,7 +104,7 @@ def notebook(path: Path) -> str:
 
 
 def reference() -> dict[str, str]:
-    """Return a page of public names for each package of parts, and one for the other names of `rhymerl`; mkdocstrings fills them."""
+    """Return a page of public names per package of parts, and one for `rhymerl`'s others; mkdocstrings fills them."""
     names = {package: public_names(ROOT / "rhymerl" / package / "__init__.py") for package in PACKAGES}
     elsewhere = {name for each in names.values() for name in each}
     own = [name for name in public_names(ROOT / "rhymerl" / "__init__.py") if name not in elsewhere]

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/concepts.md from the real parts: python docs/site/pictures.py [FOLDER]. They are committed, and a test makes them again."""
+"""Makes the pictures of docs/concepts.md: python docs/site/pictures.py [FOLDER]. A test remakes committed ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PassCounter(HistoryTreeDrafter):
 
 
 def passes() -> Figure:
-    """The quickstart's policy answers one prompt: twice with the same seeds, the second time with drafts from answers with other seeds."""
+    """Draw one prompt answered twice with the same seeds, the second time with drafts from other seeds' answers."""
     prompt = make_prompt([CHARACTERS.index(each) + 2 for each in "17+25+48+36=?\n"])
     policy, drafter, history = PolicySource(str(POLICY), dtype="float64").load(), PassCounter(), HistoryStore()
     earlier = _answers(Engine(policy.model), _requests(prompt, range(8)))
@@ -142,7 +142,7 @@ class OutcomeNotes(FixedBudget):
 
 
 def draft_tree() -> Figure:
-    """A draft of the fifth epoch of a recorded run, from the four before: the first that forks twice and is right for six tokens."""
+    """Draw the first draft of a recorded run's fifth epoch that forks twice and is right for six tokens."""
     records = [record for record in read_trace(TRACE) if record.epoch <= 4]
     drafter, budget = HistoryTreeDrafter(siblings=False, deterministic=True), OutcomeNotes(NODES)
     Replay(drafter, budget, max_running=1, from_epoch=4).run(records)
@@ -177,7 +177,7 @@ def _is_telling(outcome: PassOutcome) -> bool:
 
 
 def _tree(axis: Axes, outcome: PassOutcome, context: Sequence[int]) -> None:
-    """Draw the tree to the right, with the end of the context before it; leaves are spread evenly, and parents stand amid their children."""
+    """Draw the tree right of its context's end; leaves are spread evenly, parents are amid their children."""
     parents, tokens = outcome.drafts.parents.tolist(), outcome.drafts.token_ids.tolist()
     columns = depths(outcome.drafts).tolist()
     children = {

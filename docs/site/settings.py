@@ -1,4 +1,4 @@
-"""Writes the page of all settings: python docs/site/settings.py FILE. It says what `rhymerl explain` says, for every section and option."""
+"""Writes the page of all settings, by `rhymerl explain`: python docs/site/settings.py FILE."""
 
 from __future__ import annotations
 

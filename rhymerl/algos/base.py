@@ -41,9 +41,10 @@ class Batch:
 
     @property
     def old_logprobs(self) -> Tensor:
-        """Log-probs of the policy that the step begins with, [B, T]: `proximal_logprobs` where there are any, else `behaviour_logprobs`.
+        """Return the log-probs of the policy at the start of the step, [B, T].
 
-        Raises ValueError before the loss of an algorithm that `needs` them in the loss alone.
+        They are `proximal_logprobs` if there are any, else `behaviour_logprobs`. Raises ValueError before the loss of
+        an algorithm that `needs` them in the loss alone.
         """
         if self.awaits_proximal:
             raise ValueError(
@@ -53,7 +54,7 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """Trained tokens of each sample, [B]."""
+        """Return the trained tokens of each sample, [B]."""
         return self.mask.sum(-1)
 
     def select(self, index: Tensor, width: int) -> Self:
@@ -94,7 +95,7 @@ class PolicyOutput:
 
 
 class Algorithm(ABC):
-    """Its constructor's arguments are its settings.
+    """An algorithm; its constructor's arguments are its settings.
 
     Metrics are summed over micro-batches and ranks, so each is a sum over tokens or samples divided by one of the
     `Totals`; names ending in `/min` and `/max` are combined by minimum and maximum instead.
@@ -102,7 +103,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
-        """[B, T] from the whole step's rewards and what it `needs`; on the CPU in float64, once a step on every rank."""
+        """Return [B, T] from all rewards and what it `needs`; on the CPU in float64, once a step on every rank."""
 
     @abstractmethod
     def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -110,12 +111,13 @@ class Algorithm(ABC):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Return which inputs are read that cost time or memory; most take forward passes over all samples before the first update.
+        """Return the inputs that cost time or memory.
 
-        `proximal` are the `old_logprobs`, `proximal_in_loss` too where only the loss reads them: if a step has only one
-        update, that update's own pass says what they are. `reference` makes the run keep a frozen copy of the policy,
-        `values` a critic; `final_values` is for algorithms that need `values`, whose pass finds both. With
-        `entropy_gradient` the loss has one through `output.entropy`.
+        Most take forward passes over all samples before the first update. `proximal` are the `old_logprobs`,
+        `proximal_in_loss` too where only the loss reads them: if a step has only one update, that update's own pass
+        says what they are. `reference` makes the run keep a frozen copy of the policy, `values` a critic;
+        `final_values` is for algorithms that need `values`, whose pass finds both. With `entropy_gradient` the loss has
+        one through `output.entropy`.
         """
         return frozenset()
 
@@ -134,7 +136,7 @@ class Algorithm(ABC):
         return {}
 
     def adapt(self, batch: Batch) -> None:
-        """Settings that adapt move here: after `metrics` of a step in which the policy was trained, on every rank."""
+        """Adapt settings, after `metrics` of a step in which the policy was trained, on every rank."""
 
     @property
     def may_stop(self) -> bool:
@@ -142,7 +144,7 @@ class Algorithm(ABC):
         return type(self).stops is not Algorithm.stops
 
     def stops(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether to leave out the step's further mini-batches, given the metrics of the one before over all ranks."""
+        """Return whether to skip the step's other mini-batches, given the last one's metrics over all ranks."""
         return False
 
     def check(self, *, group_size: int) -> None:
@@ -153,4 +155,4 @@ class Algorithm(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore what `state_dict` returned."""

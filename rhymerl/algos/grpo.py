@@ -1,4 +1,4 @@
-"""GRPO and its kin: the answers of a group are compared with one another (arXiv 2402.03300)."""
+"""GRPO and its variants: the answers of a group are compared with one another (arXiv 2402.03300)."""
 
 # Annotations are objects here, not strings: see policy_gradient.py.
 
@@ -17,8 +17,8 @@ from rhymerl.errors import require
 class GRPO(PolicyGradient):
     """An answer's reward less the mean of its group (or of the others in it), over a standard deviation.
 
-    A divergence in the reward is the answer's sum; with no baseline, that of the token and those behind it, as in
-    REINFORCE++ (arXiv 2501.03262).
+    With `kl_in="reward"` a divergence is summed over the answer; without a baseline, over each token and the tokens
+    after it, as in REINFORCE++ (arXiv 2501.03262).
     """
 
     baseline: Baseline = "group"

@@ -36,7 +36,7 @@ def off_policy(log_ratio: Tensor, is_bound: Tensor, batch: Batch, totals: Totals
 
 @torch.no_grad()
 def sampling(logprobs: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor]:
-    """Return how far the trainer's policy is from the one that sampled the tokens.
+    """Return how far the trainer's policy is from the behaviour policy, which sampled the tokens.
 
     The trainer's policy is the one before the step's first update, or the current one where the batch has none of its
     own.

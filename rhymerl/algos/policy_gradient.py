@@ -1,4 +1,4 @@
-"""The parts that the algorithms share: ratio and surrogate, correction of the behaviour policy, reference, entropy, means."""
+"""Shared parts of the algorithms: ratio and surrogate, behaviour correction, reference, entropy, means."""
 
 # Annotations are objects here, not strings: constructors in other modules inherit them, and they are the config's
 # schema.
@@ -143,7 +143,7 @@ class PolicyGradient(Algorithm):
             self._kl_coef *= 1 + 0.1 * error
 
     def _total_kl(self, batch: Batch) -> float:
-        """Return the sum of the batch's divergences: those that `prepare` found, else those of `old_logprobs`."""
+        """Return the sum of the batch's divergences from the reference, found by `prepare` or by `old_logprobs`."""
         of_answers = (
             self._divergence(batch.old_logprobs, batch).sum(-1) if batch.divergence is None else batch.divergence
         )
@@ -190,7 +190,7 @@ class PolicyGradient(Algorithm):
         return total, {**found, "loss": total.detach()}
 
     def token_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
-        """Return the loss of each token, [B, T], before the correction, the divergence and the mean; override this for another one.
+        """Return the loss of each token, [B, T], before correction, divergence and mean; override it for another loss.
 
         `ratio` is the current policy over that before the update, [B, T], or [B, 1] where `ratio_level` is of whole
         answers; `advantages` [B, T]; `logprobs` [B, T] of the current policy. `ratio` and `logprobs` carry the

@@ -23,7 +23,10 @@ from rhymerl.errors import require
 
 @dataclass(kw_only=True, eq=False)
 class PPO(PolicyGradient):
-    """Advantages by GAE from the rewards of tokens: a turn's and the answer's at their last ones, less the divergence at each."""
+    """Advantages by GAE from token rewards.
+
+    The last token of a turn and of the answer carries their reward, and each token pays its divergence.
+    """
 
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: Estimator = "k1"
@@ -69,7 +72,7 @@ class PPO(PolicyGradient):
         return batch.turn_rewards + at_last_token(rest, batch.mask) - penalties
 
     def _final_values(self, batch: Batch) -> Tensor | None:
-        """Return the value expected of the rest of answers that a limit has cut off: partial-episode bootstrapping, arXiv 1712.00378."""
+        """Return the value expected after a cut-off: partial-episode bootstrapping, arXiv 1712.00378."""
         if not self.bootstrap_truncated:
             return None
         assert batch.final_values is not None, "they are computed with the values"

@@ -1,4 +1,4 @@
-"""The interfaces of rollout backends: `Backend` is what a run brings up and closes, `RolloutBackend` one worker's engine."""
+"""Interfaces of rollout backends: a run starts and closes a `Backend`; `RolloutBackend` is one worker's engine."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Backend(ABC):
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 
     def check(self, longest_tokens: int) -> None:
-        """Raise ConfigError when no sequence of that many tokens (prompt and answer) fits; called before any compute."""
+        """Raise ConfigError when no sequence (prompt and answer) of so many tokens fits; called before any compute."""
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
-        """Raise ConfigError for a drafter or a budget that the engine cannot use as they are set; called before any compute."""
+        """Raise ConfigError for a drafter or budget that the engine cannot use as set; called before any compute."""
 
     def share(self, setup: Setup | None) -> None:
-        """Leave the update of a rank its memory on the device; called before `start`. None: nothing is trained."""
+        """Leave a rank's update its memory on the device; called before `start`. None: nothing is trained."""
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:
-        """Return what an engine of a GPU takes there, with weights of its own where it `owns_policy`; None where that is not known."""
+        """Return an engine's memory on a GPU, weights included if it `owns_policy`; None if that is unknown."""
         return None
 
     @abstractmethod
@@ -64,15 +64,15 @@ class Backend(ABC):
         """
 
     def words(self) -> str | None:
-        """Return what a run tells of its engine once it has started, in one line; None: nothing."""
+        """Return one line about the started engine for the run's output, or None."""
         return None
 
     def least_workers(self, num_workers: int) -> int:
-        """Return with how many of them a run begins; the others are late."""
+        """Return how many workers a run needs to begin; the others may come later."""
         return num_workers
 
     def release(self) -> None:
-        """The stage is over; `start` may come again, with the same policy and drafter, or `close`. An engine that is dear to bring up stays."""
+        """End the stage: `start` (same policy and drafter) or `close` follows, so slow engines may stay up."""
         self.close()
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Backend(ABC):
 
 
 class RolloutBackend(Backend):
-    """ONE worker's engine. Every rank owns its own, or a process that is a worker and no rank."""
+    """The engine of one worker; its owner is a rank, or a worker's process that is no rank."""
 
     owns_policy = False  # nobody else runs the policy while there is work; set before `start`
     tensor_parallel: int = 1  # GPUs that an engine takes, where it runs on any
@@ -100,7 +100,7 @@ class RolloutBackend(Backend):
 
     @abstractmethod
     def collect(self, timeout_s: float | None = None, *, max_passes: int | None = None) -> list[Completion]:
-        """Completions as they finish: at least one, unless nothing is left or `timeout_s` has passed.
+        """Return completions as they finish: at least one, unless nothing is left or `timeout_s` has passed.
 
         With `max_passes` it returns after exactly so many passes, whatever has finished, or earlier when nothing is
         left or the time is over. An engine whose `counts_passes` is false raises ValueError for it.
@@ -111,36 +111,36 @@ class RolloutBackend(Backend):
         """Take back the named requests (all by default) with the tokens they have; unknown ids are ignored."""
 
     def forget(self, ids: Iterable[str]) -> None:
-        """These requests do not go on behind a turn that is over, as they `may`; unknown ids are ignored."""
+        """Drop what is kept for the next turn of these requests, which end here; unknown ids are ignored."""
 
     @abstractmethod
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """New weights. Requests in flight go on under them; their later tokens carry the new version."""
+        """Load new weights. Requests in flight go on; their later tokens carry the new version."""
 
     def progress(self) -> Mapping[str, int]:
-        """Response tokens so far of each request in flight, running or waiting, by its id, in the order of the queue.
+        """Return the response tokens so far of each request in flight, by id, in the order of the queue.
 
         At least those that the request brought along; a backend that cannot see into its engine knows no more.
         """
         return {}
 
     def outputs(self) -> list[Completion]:
-        """Return what there is of the requests in flight that have tokens; they go on. A backend that cannot see them knows none."""
+        """Return the tokens so far of requests in flight, which go on; a backend that cannot see them has none."""
         return []
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """The scored answers of a step, in canonical (prompt, sample) order: the drafter learns from them."""
+        """Let the drafter learn from a step's scored answers, in canonical (prompt, sample) order."""
 
     def follow(self, history: HistoryStore) -> None:
-        """Let the drafter know what is new in `history`, which stays the trainer's; the first call after `start` brings all of it."""
+        """Pass what is new in `history` on to the drafter; the first call after `start` passes all of it on."""
 
     def sleep(self) -> None:
-        """Give memory back, if that is wanted: nothing is in flight and the next `submit` comes after an update."""
+        """Release memory, if the settings say so: nothing is in flight; an update comes before the next `submit`."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics since the last call by name, and reset them.
 
-        Over ranks an int is a count, which is summed, a `Ratio` that of the sums; of other floats they log the mean, by
+        Over ranks, ints are summed, a `Ratio` is the ratio of the sums, and other floats are averaged, weighted by
         time.
         """
         return {}

@@ -40,11 +40,11 @@ _KV_TOKENS = 65_536
 class EmbeddedBackend(RolloutBackend):
     """Continuous batching without a server or a thread: `collect` drives the engine.
 
-    `max_running` requests decode side by side, `kv_tokens` bounds the tokens with keys and values (in all layers; null:
-    on a GPU what is left beside the update, as far as running requests need it, and 65 536 on a CPU), `max_pass_tokens`
-    the tokens of one forward pass. With `check_drafts` a malformed draft is an error, not only counted. The engine
-    computes with the policy's own weights. Under trainer.strategy=fsdp2, where a rank holds parts of them, it needs a
-    `whole_copy`, which takes the memory of one.
+    `max_running` is the most running requests, `kv_tokens` the most tokens with keys and values in all layers,
+    `max_pass_tokens` the most tokens of one forward pass. `kv_tokens` null is 65 536 on a CPU; on a GPU it is what
+    running requests need of the memory beside the update. With `check_drafts` a malformed draft is an error, not only
+    counted. The engine computes with the policy's own weights. Under trainer.strategy=fsdp2, where weights are sharded,
+    it needs a `whole_copy`, which takes a whole model's memory.
     """
 
     draws_exactly = True
@@ -125,7 +125,7 @@ class EmbeddedBackend(RolloutBackend):
         self._followed = NO_VERSION
 
     def _kv_tokens(self, policy: Policy) -> int:
-        """Return for how many tokens there are keys and values. Raises ConfigError where a GPU has no room for the longest sequence."""
+        """Return how many tokens' keys and values fit. Raises ConfigError if the longest sequence does not."""
         device, longest = policy.device, self._longest_tokens or policy.context_tokens
         if device.type != "cuda":
             return max(_KV_TOKENS, longest)
@@ -150,7 +150,7 @@ class EmbeddedBackend(RolloutBackend):
 
     @property
     def engine(self) -> Engine:
-        """The running engine. Raises BackendError before `start` and after `close`."""
+        """Return the running engine. Raises BackendError before `start` and after `close`."""
         if self._engine is None:
             raise BackendError("the embedded backend has not been started")
         return self._engine
@@ -173,7 +173,11 @@ class EmbeddedBackend(RolloutBackend):
         self.engine.forget(ids)
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Old keys and values are dropped. The engine reads the policy itself, or a copy, which takes the tensors: a collective where ranks hold parts."""
+        """Drop old keys and values.
+
+        The engine reads the policy itself, or a copy, which takes the tensors: a collective if weights are sharded over
+        ranks.
+        """
         self.engine.new_weights(policy_version)
         if self._copy is not None:
             self._refresh(named_tensors)
@@ -230,5 +234,5 @@ class EmbeddedBackend(RolloutBackend):
 
 
 def _bytes_of_casts(model: ModelShape) -> int:
-    """Return what copies of weights in the dtype of passes take; CUDA graphs read them, so they stay during the update."""
+    """Return the bytes of weights in the dtype of passes, which stay in the update: CUDA graphs read them."""
     return model.parameters * model.compute_itemsize if model.compute_itemsize != model.itemsize else 0

@@ -39,7 +39,7 @@ class SpanLog:
         self._spans: list[WorkerSpan] = []
 
     def note(self, activity: Activity, number: int, *, seconds: float) -> None:
-        """Note what has just ended after so many seconds."""
+        """Note an activity that has just ended, after `seconds`."""
         end_s = time.time()
         start_s = end_s - seconds
         self.add(WorkerSpan(worker=self.worker, activity=activity, number=number, start_s=start_s, end_s=end_s))

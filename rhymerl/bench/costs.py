@@ -44,7 +44,7 @@ class CostTable(PassCost):
     """Seconds of a pass, measured at some numbers of requests and of nodes a request, and straight between them."""
 
     def __init__(self, rows: Sequence[int], nodes: Sequence[int], seconds: FloatArray) -> None:
-        """`seconds` is [rows, nodes]."""
+        """Make a table of `seconds` [rows, nodes]."""
         self.rows = np.array(rows, np.float64)
         self.nodes = np.array(nodes, np.float64)
         self.table = seconds
@@ -65,14 +65,14 @@ class CostTable(PassCost):
         return np.array([np.interp(number, self.rows, column) for number, column in flat]).reshape(rows.shape)
 
     def points(self) -> list[list[float]]:
-        """Return [tokens, seconds] as `budget.costs` takes them: medians of all passes with about as many tokens, never falling."""
+        """Return [tokens, seconds] for `budget.costs`: medians of passes with about as many tokens, never falling."""
         tokens = (self.rows[:, None] * (1 + self.nodes)).ravel()
         bins = np.round(2 * np.log2(tokens))
         middle = [(tokens[bins == b].mean(), np.median(self.table.ravel()[bins == b])) for b in np.unique(bins)]
         return _rising([each for each, _ in middle], [cost for _, cost in middle])
 
     def points_at(self, rows: int) -> list[list[float]]:
-        """Return [tokens, seconds] of passes over just so many requests, which are among `self.rows`, by their nodes.
+        """Return [tokens, seconds] of passes over exactly so many requests, one of `self.rows`, by nodes.
 
         Fewer tokens than these requests have are of passes over fewer requests, without nodes.
         """

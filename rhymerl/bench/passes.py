@@ -20,7 +20,7 @@ from rhymerl.progress import SILENT, ProgressBar
 
 
 class MeasureSettings:
-    """The settings for timing passes: `nodes` draft nodes of each request, `passes` passes, `rounds` times; the least time counts.
+    """Settings for timing passes: `nodes` draft nodes a request, `passes` passes, `rounds` times; the least counts.
 
     Null leaves it to the engine: the embedded one takes 0, 1, 2, 4, 8, 16 and 32 nodes and 12 passes; SGLang 0, 1, 3, 7
     and 15 nodes, each in an engine of its own, and 64 passes.

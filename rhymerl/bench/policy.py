@@ -1,4 +1,4 @@
-"""A policy and what it is asked: what benches have in common that run one."""
+"""A policy and its requests, for benches that run one."""
 
 from __future__ import annotations
 

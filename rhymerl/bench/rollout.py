@@ -1,4 +1,4 @@
-"""Rollout speed with each drafter against none: the same requests and seeds, in turn, by the number of running requests."""
+"""Rollout speed of each drafter against none: same requests and seeds, in turn, by number of running requests."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class RolloutBench(PolicyBench):
         plain: Sequence[Completion],
         costs: CostTable,
     ) -> float | None:
-        """Return the speed-up that replay gives for the last round's answers with the measured cost of passes; drafting is free."""
+        """Return replay's speed-up for the last round's answers, at measured costs of passes and free drafting."""
         if contender.name in (NONE, NGRAM, ORACLE):
             return None
         records = [*_records(contender.history), *(record_of(_unscored(each), self.config.epochs) for each in plain)]
@@ -173,7 +173,7 @@ class RolloutBench(PolicyBench):
 
 
 def _short_name(target: str) -> str:
-    """`history_tree` for `rhymerl.drafters.HistoryTreeDrafter`."""
+    """Return `history_tree` for `rhymerl.drafters.HistoryTreeDrafter`."""
     words = re.findall("[A-Z]+[a-z0-9]*|[a-z0-9_]+", target.rpartition(".")[2].removesuffix("Drafter"))
     return "_".join(words).lower()
 

@@ -1,4 +1,4 @@
-"""The cost of a pass of SGLang by the requests and the draft nodes in it: the curve from which `backend.costs` chooses `nodes`."""
+"""The cost of an SGLang pass by its requests and draft nodes; `backend.costs` chooses `nodes` from this curve."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Flown:
 
     @property
     def num_passes(self) -> int:
-        """The number of the engine's passes, if all requests were in them side by side."""
+        """Return the number of the engine's passes, if all requests ran at the same time."""
         return max(self.passes)
 
     @property
     def ran_side_by_side(self) -> bool:
-        """Return whether requests with about as many passes took about as long: none has waited for the end of another."""
+        """Return whether requests with similar numbers of passes took similar times, so none waited for another."""
         each = [s / n for s, n in zip(self.seconds, self.passes, strict=True) if 2 * n >= self.num_passes]
         return max(each) < _APART * min(each)
 
@@ -73,7 +73,7 @@ def pass_seconds(short: Sequence[Flown], long: Sequence[Flown]) -> float:
 
 
 class SGLangCosts:
-    """Starts an engine for each of `nodes`, one after another, and keeps each of the numbers of requests in `rows` running in it.
+    """Starts an engine for each of `nodes` in turn, and keeps each of the numbers of requests in `rows` running in it.
 
     Their answers, of `passes` and of twice as many tokens, end at no stop token. The tokens drafted for them stand for
     nothing and are hardly ever accepted, but fill the tree of every request and pass. As with the embedded engine, all
@@ -92,7 +92,7 @@ class SGLangCosts:
         passes: int = PASSES,
         rounds: int = 3,
     ) -> None:
-        """`make` gives a backend for a number of nodes; nodes without drafts are always among them."""
+        """`make` returns a backend for a number of nodes; 0 nodes are always among them."""
         longest = max(len(request.prompt.token_ids) for request in requests) + 2 * passes
         if longest > policy.context_tokens:
             raise ConfigError(

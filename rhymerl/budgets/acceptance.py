@@ -169,7 +169,7 @@ def largest_part(mask: BoolArray, starts: IndexArray) -> int:
 
 @compiled
 def rank_in_drafts(worth: FloatArray, starts: IndexArray, rank: IndexArray) -> None:
-    """Note how many nodes of the same request come before each: those that are worth more, or as much and stand before it."""
+    """Count, for each node, the nodes of its request before it: those worth more, or as much but listed earlier."""
     for r in range(len(starts) - 1):
         for node in range(starts[r], starts[r + 1]):
             before = 0

@@ -1,4 +1,4 @@
-"""The window rule of the RhymeRL paper (arXiv 2508.18588): longer drafts while they are accepted whole, short ones after a miss."""
+"""The window rule of the RhymeRL paper (arXiv 2508.18588): drafts grow while accepted whole, and shrink on a miss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class AIMDBudget(Budget):
-    """A request starts with `start` nodes, gains `increase` when all of a draft is accepted, and falls back after any rejection.
+    """A request starts with `start` nodes, gains `increase` per fully accepted draft, and falls back on a rejection.
 
     It never has more than `nodes`. Passes over more than `max_batch_size` running requests have no drafts: where that
     pays depends on model and device, and the paper profiles it. None sets no such gate.

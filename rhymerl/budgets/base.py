@@ -1,4 +1,4 @@
-"""The interface of budgets: how much of what a drafter proposes is verified. It changes the speed of a run, never a token."""
+"""The interface of budgets: how many drafted nodes are verified. It changes the speed of a run, never a token."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ class Budget(ABC):
     widths: Sequence[int] = ()  # see `uniform`
 
     def uniform(self, widths: Sequence[int]) -> Budget | None:
-        """Return this budget for an engine that computes as many nodes of each request in a pass, one of `widths`, which rise.
+        """Return this budget for an engine that computes equally many nodes of each request in a pass.
 
-        It has at most the last of them, and `widths` of its own: those that passes may then have. None: it cannot be
-        kept so. It is not inherited, since a subclass may have overridden anything.
+        The number is one of `widths`, which rise. It has at most the last of them, and `widths` of its own: those that
+        passes may then have. None: it cannot be kept so. It is not inherited, since a subclass may have overridden
+        anything.
         """
         return None
 
@@ -74,23 +75,24 @@ class Budget(ABC):
         """So many passes have begun since the last call; called before `skips`, and when requests enter or leave."""
 
     def note_running(self, requests: Sequence[RolloutRequest], num_generated: IndexArray, *, num_waiting: int) -> None:
-        """The requests of a pass that is not skipped, how many tokens each answer has, [R], and how many wait for a slot.
+        """Called before `limits` with the requests of a pass that is not skipped.
 
-        Called before `limits`.
+        `num_generated` are the tokens of each answer, [R]; `num_waiting` requests wait for a slot.
         """
 
     @abstractmethod
     def limits(self, requests: Sequence[RolloutRequest]) -> IntArray:
-        """Return how many nodes the drafter may propose for each request, [R]; called once a pass that is not skipped, before drafting.
+        """Return how many nodes the drafter may propose for each request, [R].
 
-        The engine grants less where slots or tokens run out, and never more than `max_nodes`.
+        Called once a pass that is not skipped, before drafting. The engine grants less where slots or tokens run out,
+        and never more than `max_nodes`.
         """
 
     def admit(self, request: RolloutRequest) -> None:
         """A request enters the running batch for the first time."""
 
     def trim(self, requests: Sequence[RolloutRequest], drafts: DraftBatch) -> BoolArray:
-        """Return which nodes are verified, [N]; called after drafting. A node whose parent is dropped is dropped too."""
+        """Return which nodes are verified, [N]; called after drafting. Children of dropped nodes are dropped too."""
         return np.ones(len(drafts.token_ids), np.bool_)
 
     def learn(self, outcome: PassOutcome) -> None:
@@ -100,10 +102,10 @@ class Budget(ABC):
         """A request left for good: drop what is kept for it."""
 
     def follow(self, delta: HistoryDelta) -> None:
-        """These answers are new in the history; called between steps, and with all of them at first, as a drafter is told."""
+        """Take new answers of the history, between steps; the first call has all of them, as for a drafter."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been learned, in plain containers: with it a resumed run verifies the very nodes that the whole run did."""
+        """Return what was learned, in plain containers: a resumed run verifies the same nodes as a whole one."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

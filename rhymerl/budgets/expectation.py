@@ -1,4 +1,4 @@
-"""What drafts brought by the costs that a budget goes by: the time of the passes since the last metrics, against the time without drafts."""
+"""The measured gain of drafts by a budget's costs: the time of passes since the last metrics, with and without them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PassTotals:
         span.turns, span.start = span.until(self.num_passes), None
 
     def begin(self, rows_before: int, rows: int) -> None:
-        """A pass over `rows` requests begins, the last of those that have begun; those before were over `rows_before`."""
+        """Begin a pass over `rows` requests, the latest so far; the passes before were over `rows_before`."""
         for count, size in ((self.begun - 1, rows_before), (1, rows)):
             if count > 0:
                 self._size(size)[:2] += count, count * size
@@ -71,10 +71,9 @@ class PassTotals:
         return self.sizes.setdefault(rows.bit_length(), np.zeros(5))
 
     def regret(self, cost: PassCost, gain: Callable[[int], float]) -> Ratio:
-        """Return the share of the time that the best choice for each size of batch would have spared: drafts in all passes, or in none.
+        """Return the share of time that the best choice per batch size would have saved: all drafts, or none.
 
-        What drafts bring is what they brought in this time, and where there were none, `gain` of a batch of so many
-        requests.
+        The gain of drafts is the measured one; without drafts it is `gain` of a batch of that size.
         """
         lost = whole = 0.0
         for passes, rows, asked, taken, made in self.sizes.values():

@@ -1,4 +1,4 @@
-"""Verifies what pays: the draft nodes of all requests that make the most tokens a second of the pass (docs/drafting.md)."""
+"""Verifies what pays: the nodes that maximise the pass's tokens per second over all requests (docs/drafting.md)."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class GoodputBudget(Budget):
         return limits
 
     def _asked_for(self, requests: Sequence[RolloutRequest]) -> slice | IndexArray:
-        """Return the requests for whose drafts a pass is expected to be faster: those whose tokens are worth most, or none.
+        """Return the requests whose drafts should speed up a pass: those with the largest token weights, or none.
 
         Where later steps run ahead there is work for all slots, whoever ends: then all are asked for, or none.
         """
@@ -179,11 +179,11 @@ class GoodputBudget(Budget):
         return self._outlook.best(rows, self._cost, weights=weights, computed=partial(self._num_computed, rows))
 
     def _num_computed(self, rows: int, drafted: FloatArray, nodes: FloatArray) -> FloatArray:
-        """Return how many nodes a pass over `rows` requests computes, of which so many have drafts, with so many nodes each."""
+        """Return the nodes that a pass over `rows` requests computes, with so many drafts of so many nodes each."""
         return drafted * nodes
 
     def _look(self, rows: int) -> None:
-        """Go by what was known of batches of this size: what pays in a large one need not pay in a small one, and the other way round."""
+        """Use what is known of batches of this size: drafts may pay in large ones and not in small ones."""
         course = self._course
         if course.rows / _OTHER_BATCH < rows < course.rows * _OTHER_BATCH:
             return
@@ -285,7 +285,7 @@ class GoodputBudget(Budget):
             self._report.count(rows, made=made, taken=taken / plain)
 
     def _settle(self, made: float, taken: float, measured: float) -> None:
-        """A pass `made` so many tokens a request, and took as long as so many plain ones by the costs and by the clock."""
+        """Settle a pass: `made` tokens a request; `taken` and `measured` plain passes, by costs and by the clock."""
         if self._kind == "probe":
             self._probe_budget.pay_probe(measured - made)
         else:
@@ -304,11 +304,11 @@ class GoodputBudget(Budget):
 
     @property
     def _calibration(self) -> float:
-        """Accepted over expected of what was verified lately, at most 1: the nodes chosen are those whose estimate is too good."""
+        """Return recently accepted over expected nodes, at most 1: the chosen nodes' estimates are biased upwards."""
         return min((self._accepted_lately + _BENEFIT) / (self._expected_lately + _BENEFIT), 1.0)
 
     def _seconds(self, rows: int, nodes: FloatArray | IndexArray, asked: int) -> tuple[float, FloatArray]:
-        """Return the time of a pass without drafts, and of one with each of so many nodes, for which so many requests were asked."""
+        """Return the time of a pass without drafts, and with each number of `nodes` for `asked` requests."""
         askers = np.full(len(nodes) + 1, asked)
         askers[0] = 0
         seconds = self._cost.seconds(rows, np.concatenate([_NO_NODES, nodes]), askers)
@@ -353,7 +353,7 @@ class GoodputBudget(Budget):
 
 @dataclass(eq=False)
 class UniformGoodputBudget(GoodputBudget):
-    """GoodputBudget's choice among `widths`, which rise: so many nodes of every request are computed, whether its draft has them or not.
+    """GoodputBudget's choice among `widths`, which rise: so many nodes per request, even if drafts are shorter.
 
     With w nodes a request a pass over B requests costs what B w nodes cost, and adds the w best nodes of each draft.
     Further arguments are GoodputBudget's. Raises ValueError for widths that do not begin with 0 or do not rise.

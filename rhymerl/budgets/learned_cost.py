@@ -50,13 +50,14 @@ _LEAST_S = 1e-9
 
 
 class LearnedCost(PassCost):
-    """Learned by least squares of relative errors that forgets: seconds / pace = curve(tokens) + a rows + b nodes + c asked + [asked > 0] d + e seen.
+    """Learns seconds / pace = curve(tokens) + a rows + b nodes + c asked + [asked > 0] d + e seen.
 
-    The curve is of all tokens of the pass, prompts included, straight between powers of two and never falling. `seen`
-    are the keys that rows and nodes attend to, summed. The pace is what passes took lately, whichever they were, over
-    what they were expected to take: a machine that slows down does so for passes with drafts and without, also for
-    those that it has not had since. Before the first pass nodes are held to be cheap, so that they are tried. What
-    takes far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
+    It does so by least squares of relative errors, with forgetting. The curve is of all tokens of the pass, prompts
+    included, straight between powers of two and never falling. `seen` are the keys that rows and nodes attend to,
+    summed. The pace is what passes took lately, whichever they were, over what they were expected to take: a machine
+    that slows down does so for passes with drafts and without, also for those that it has not had since. Before the
+    first pass nodes are held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran,
+    or another program) weighs little, as long as that is rare.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class LearnedCost(PassCost):
         self._plain_after = _PLAIN_AFTER[0]
 
     def wants_plain(self, rows: int) -> bool:
-        """Drafts are compared with passes without them. Where they always seem to pay there would be none to know those by."""
+        """Return whether a pass should go without drafts, as a baseline, which drafts that always pay would lack."""
         plain, asked = self._num_of_size[:, _size(rows)]
         return self._since_plain >= self._plain_after or bool(plain < min(asked, _ENOUGH))
 
@@ -273,7 +274,7 @@ def _values(weights: FloatArray) -> FloatArray:
 
 
 def _smoothness(typical_s: float) -> FloatArray:
-    """Return what is added to the products for what passes have not shown: a segment's slope is its neighbour's, and `_REQUESTS_A_PASS`."""
+    """Return the penalty on what passes have not shown: slopes of neighbours agree, and `_REQUESTS_A_PASS`."""
     products = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
     for segment in range(1, _NUM_SEGMENTS):
         difference = np.zeros(_NUM_FEATURES)

@@ -23,7 +23,7 @@ class LengthTable:
         self.error = 0.0  # of a prediction, relative to it, on average
 
     def follow(self, delta: HistoryDelta) -> None:
-        """Take up new answers, and compare them with what was predicted for them; with those of a snapshot nothing was."""
+        """Take new answers and compare them with their predictions; answers of a snapshot have none."""
         if delta.is_snapshot:
             self._seen.clear()
         for change in delta:

@@ -1,4 +1,4 @@
-"""The outlook for drafts: what they were expected to bring in batches of like size, in this step and in those before."""
+"""The outlook for drafts: their expected gain in batches of similar size, in this step and in earlier ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LEAST = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How many requests to ask for, those first whose tokens are worth most, and the speed-up that is expected over a pass without drafts."""
+    """How many requests to draft for, the largest token weights first, and the expected speed-up over a plain pass."""
 
     gain: float
     num_asked: int
 
 
 class Outlook:
-    """Tokens that so many nodes are expected to add to a request, on average over those that are asked for, by the size of the batch.
+    """The expected tokens per request from so many nodes, on average over drafted requests, by batch size.
 
     Sizes are powers of two. One that has not been seen is held to be like the nearest.
     """
@@ -40,7 +40,7 @@ class Outlook:
         return bool(self._tokens)
 
     def learn(self, rows: int, expected: FloatArray, asked: int, *, probed: int | None = None) -> None:
-        """`expected` [nodes + 1] are the tokens of all `asked` requests together by how many of the best nodes are verified.
+        """Learn `expected` [nodes + 1], the tokens of all `asked` requests by how many of the best nodes are verified.
 
         A probe had `probed` nodes of each; of more it says how much better or worse they are than they were.
         """
@@ -66,7 +66,7 @@ class Outlook:
         weights: FloatArray | None = None,
         computed: Callable[[FloatArray, FloatArray], FloatArray],
     ) -> Choice:
-        """Return the best choice for a pass over `rows` requests, of which tokens are worth `weights` [rows] (None: the same).
+        """Return the best choice for a pass over `rows` requests with token weights [rows] (None: all equal).
 
         `computed` says how many nodes a pass computes, by the requests that have some and the nodes of each. Who is
         asked for need not have any, so where asking costs nothing all are.

@@ -15,7 +15,7 @@ _CHEAPEST = 0.05
 
 @dataclass(slots=True)
 class ProbeBudget:
-    """Passes without drafts that may be lost: a `balance` to which each pass adds a share, and what drafts have `saved`.
+    """Passes without drafts that probes may cost: a `balance` that grows with each pass, and what drafts have `saved`.
 
     A probe is a pass in which the drafter is asked although it has not paid lately; `price` is what one has cost of
     late. Probes are paid from the balance, to which some of the savings go with each pass. Drafts that lose spend the
@@ -60,7 +60,7 @@ class ProbeBudget:
         self.balance -= self.price
 
     def settle(self, worth: float) -> None:
-        """A pass with drafts made tokens for which as many plain passes more would have been needed; fewer where it is negative."""
+        """Record that a pass with drafts saved `worth` plain passes; negative if it lost."""
         total = self.balance + self.saved + worth
         self.balance = min(total, self._most if worth > 0 else self.balance)
         self.saved = min(total - self.balance, _MOST_SAVED)

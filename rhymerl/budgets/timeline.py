@@ -1,4 +1,4 @@
-"""The passes that answers take without drafts: requests enter in order, as slots become free, and each pass adds a token to each."""
+"""Passes that answers take without drafts: requests enter in order as slots free up; each pass adds one token each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlainPasses:
 
     @classmethod
     def of(cls, lengths: IndexArray, contexts: IndexArray, slots: int) -> Self:
-        """Return the passes of requests, [R], with so many tokens each and so many in front of them, in so many slots."""
+        """Return the passes of requests, [R], with `lengths` tokens after `contexts` tokens, in so many `slots`."""
         starts = starts_of(lengths, slots)
         rows = rows_of(starts, lengths)
         offsets = contexts - starts  # a row sees its context and what it has sampled: context - start + pass

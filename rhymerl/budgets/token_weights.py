@@ -71,7 +71,7 @@ class TokenWeights:
         return weights
 
     def _own_part(self, rows: int, cost: PassCost) -> float:
-        """Return the part of a pass over so many requests that goes by its requests; asked for anew now and then, since costs are learned."""
+        """Return the share of a pass that depends on its requests, computed anew at times: costs are learned."""
         self._num_asked += 1
         if rows != self._rows or self._num_asked % _RENEWED_EVERY == 0:
             fewer = max(int(_FEWER * rows), 1)

@@ -20,10 +20,10 @@ from rhymerl.training.checkpoint import damage, seal, step_of, unreadable
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames: the old file stays whole until the new one is on the disk. What ranks have written in parts it reads whole.
+    """Writes beside the target and renames, so the old file stays whole until the new one is on the disk.
 
-    Lightning's own goes through the directory for temporary files, from where a move may be a copy.
-    Raises RunError, naming the file, when it cannot be written.
+    A checkpoint that ranks have written in parts is read whole. Lightning's own goes through the directory for
+    temporary files, from where a move may be a copy. Raises RunError, naming the file, when it cannot be written.
     """
 
     def __init__(self, *, checks: bool = True) -> None:
@@ -67,10 +67,10 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
 class Checkpoints(Checkpoint):
     """`step=N.ckpt` after every `every_n_steps` rollout steps and after the last; `last.ckpt` is a link to the newest.
 
-    The `keep` newest stay. With `monitor`, a metric of evaluations such as `eval/reward`, the step at which it was
-    highest (`mode` max) or lowest (min) stays, too, and has one if it had none: `best.ckpt` is a link to it, and
-    `best.json` says the value. Lightning's ModelCheckpoint counts optimizer steps, so that several mini-batches a step
-    would step over its multiples. Needs a module that counts `num_rollouts`.
+    The `keep` newest stay. With `monitor`, a metric of evaluations such as `eval/reward`, the step with its highest
+    (`mode` max) or lowest (min) value gets a checkpoint, which stays too: `best.ckpt` is a link to it, and `best.json`
+    has the value. Lightning's ModelCheckpoint counts optimizer steps, so several mini-batches a step would step over
+    its multiples. Needs a module that counts `num_rollouts`.
     """
 
     def __init__(

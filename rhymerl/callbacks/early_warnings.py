@@ -69,7 +69,7 @@ class Recent:
         return float(np.mean(values)) if len(values) == WINDOW else None
 
     def share_right(self, *, end: int | None = None) -> float:
-        """Return which share of the drafts asked for in the last WINDOW steps was right, each weighing what it verified; nan where that is nothing."""
+        """Return the share of right drafts in the last WINDOW steps, weighted by verified nodes; NaN without any."""
         names = ("rollout/spec_accept_rate", "spec/draft_hit_rate", "budget/nodes_per_pass")
         found = [(self.metrics.get(name) or [1.0] * WINDOW)[:end][-WINDOW:] for name in names]
         right: float = sum(rate * hits * nodes for rate, hits, nodes in zip(*found, strict=False))
@@ -80,7 +80,7 @@ Rule = Callable[[Recent], str | None]
 
 
 def all_rewards_alike(recent: Recent) -> str | None:
-    """Nothing can be learned, in the first step or in the last WINDOW ones."""
+    """Return a warning if nothing can be learned, in the first step or in the last WINDOW ones."""
     words = recent.equal_rewards[-1]
     is_known = bool(recent.failing) or recent.is_lasting(recent.left_out)  # why they are
     if words is None or is_known or not recent.is_lasting(recent.equal_rewards):
@@ -92,7 +92,7 @@ def all_rewards_alike(recent: Recent) -> str | None:
 
 
 def most_rewards_alike(recent: Recent) -> str | None:
-    """Few groups are left that teach something."""
+    """Return a warning if few groups are left that teach something."""
     share = recent.mean("frac_reward_zero_std")
     if share is None or share < MOST_ALIKE or recent.failing or all(recent.equal_rewards):
         return None
@@ -103,7 +103,7 @@ def most_rewards_alike(recent: Recent) -> str | None:
 
 
 def truncation(recent: Recent) -> str | None:
-    """Many answers are cut off."""
+    """Return a warning if many answers are cut off."""
     if recent.is_lasting(recent.left_out):
         return "all answers are cut off at rollout.max_tokens and left out of the loss, so nothing is learned: raise it"
     share = recent.mean("episodes/length_frac")  # other limits end episodes, too
@@ -127,7 +127,7 @@ def calls_fail(recent: Recent) -> str | None:
 
 
 def kl_grows(recent: Recent) -> str | None:
-    """The policy moves away from its reference."""
+    """Return a warning if the policy moves away from its reference."""
     now, before = recent.mean("kl"), recent.mean("kl", end=-2 * WINDOW)
     if now is None or before is None or now < MOST_KL or now < KL_GROWTH * before:
         return None
@@ -138,7 +138,7 @@ def kl_grows(recent: Recent) -> str | None:
 
 
 def acceptance_falls(recent: Recent) -> str | None:
-    """Drafts add less to a pass than they did, and not only because a budget asks for them less often."""
+    """Return a warning if drafts add less to a pass than before, beyond a budget that asks less often."""
     values = recent.metrics.get("rollout/spec_accept_length", [])
     if len(values) < 2 * WINDOW:
         return None

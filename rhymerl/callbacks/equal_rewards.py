@@ -16,7 +16,7 @@ def all_left_out(samples: Sequence[Sample], advantages: Advantages) -> bool:
 
 
 def equal_rewards(samples: Sequence[Sample], *, frac_zero_std: float, advantages: Advantages) -> str | None:
-    """Return how the answers of a step are rewarded alike, so that nothing can be learned from them; None where something can.
+    """Return how a step's answers are rewarded alike, so that they teach nothing; None where some differ.
 
     `frac_zero_std` is the step's metric; `advantages` are asked, by index of a sample, only where it is 1.
     """

@@ -1,4 +1,4 @@
-"""What a profiled run notes beside the steps: each pass of the engines in the ranks, and when rewards and replies were there."""
+"""Further records of a profiled run: each engine pass in the ranks, and when rewards and replies arrived."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rhymerl.report.steps import StepFile
 
 
 class RecordPasses(L.Callback):
-    """Writes a line a step to `path`, with the passes and rewards of all ranks, and when episodes waited for environments.
+    """Writes a line a step to `path`: passes and rewards of all ranks, and when episodes waited for environments.
 
-    Its place in the file travels in the checkpoint. Engines in processes of their own do not tell of passes. Runs on
-    every rank. Needs a RhymeModule.
+    The line's place in the file travels in the checkpoint. Engines in processes of their own do not report passes. Runs
+    on every rank. Needs a RhymeModule.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = True) -> None:
@@ -28,7 +28,7 @@ class RecordPasses(L.Callback):
         self._rewards: list[tuple[str, float]] = []  # by name, in time.monotonic()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """The engine is there by now. What it and the rewards have noted in between was an evaluation, which is no part of a step."""
+        """Observe the engine, which exists by now; discard records since the last step, an evaluation's."""
         self._passes.clear()
         self._rewards.clear()
         if isinstance(pl_module.backend, EmbeddedBackend):

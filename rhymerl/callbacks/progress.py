@@ -16,7 +16,10 @@ _LINE_S = 60.0
 
 
 class LiveProgress(L.Callback):
-    """A bar on a terminal; elsewhere a plain line after the first and third step, every `lines_every`, every minute, and at the end. Rank 0 only."""
+    """A bar on a terminal, else plain lines. Rank 0 only.
+
+    A line comes after the first and third step, every `lines_every` steps, every minute, and at the end.
+    """
 
     def __init__(self, *, lines_every: int = 10) -> None:
         self.lines_every = lines_every
@@ -86,7 +89,7 @@ class LiveProgress(L.Callback):
             self._progress.update(self._task, status="evaluating")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The last step has a line in any case."""
+        """Print a line for the last step in any case."""
         is_told = self._progress is not None or not trainer.is_global_zero or not self._num_batches
         if not is_told and self._line_done != _done(trainer):
             self._say(trainer, status_line(trainer.callback_metrics))
@@ -111,7 +114,7 @@ def _num_batches(trainer: L.Trainer) -> int:
 
 
 def status_line(metrics: Any) -> str:
-    """`reward 0.412  length 43.1  5,210 tok/s` from the logged metrics, as far as they are there."""
+    """Return `reward 0.412  length 43.1  5,210 tok/s` from those metrics that were logged."""
     parts = [
         ("loss", "loss {:.4f}") if "reward" not in metrics else ("reward", "reward {:.3f}"),
         ("completions/mean_length", "length {:.1f}"),

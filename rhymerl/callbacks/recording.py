@@ -15,9 +15,9 @@ from rhymerl.history.traces import TraceWriter, record_of
 class RecordRollouts(L.Callback):
     """Writes every answer of every step to `path`; its place in the file travels in the checkpoint.
 
-    A resumed run cuts off what the checkpoint does not know of and so leaves the very bytes of an uninterrupted one.
-    Without `continues` the run goes on in another directory than its checkpoint's, where the file begins with its first
-    step. Needs a module with `last_rollout`, and a PromptDataModule.
+    A resumed run cuts off the answers after its checkpoint, so the file equals an uninterrupted run's byte for byte.
+    Without `continues` the run is in another directory than its checkpoint's, and its file begins with its first step.
+    Needs a module with `last_rollout`, and a PromptDataModule.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = True) -> None:

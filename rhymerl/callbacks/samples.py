@@ -22,8 +22,8 @@ _LONGEST_NAME = 64  # characters
 class SampleTable(L.Callback):
     """Appends `num_samples` answers to `path`, and to the loggers that show text, every `every_n_steps` rollout steps.
 
-    Needs a module with `last_rollout`, of episodes also with `decode`; where it can tell the `advantages` of the step's
-    samples, they are there, too.
+    Needs a module with `last_rollout`, and with `decode` for episodes. If the module has `advantages` of the step's
+    samples, they are included.
     """
 
     def __init__(self, path: str | Path, *, every_n_steps: int = 10, num_samples: int = 4) -> None:
@@ -75,7 +75,7 @@ class SampleTable(L.Callback):
 
 
 class WriteAnswers(L.Callback):
-    """Writes the answers of an evaluation to `step=N.jsonl` in `folder`, or to `step=N-2.jsonl` and so on: none is overwritten."""
+    """Writes an evaluation's answers to `step=N.jsonl` in `folder`, else to `step=N-2.jsonl` and so on."""
 
     def __init__(self, folder: str | Path, *, step: int) -> None:
         names = (f"step={step}{'' if number == 1 else f'-{number}'}.jsonl" for number in count(1))
@@ -94,7 +94,7 @@ class WriteAnswers(L.Callback):
 
 
 def sample_row(sample: Sample, pl_module: Any) -> dict[str, Any]:
-    """Return what a person wants to see of a sample; `columns` are those that the data has beside the prompt, such as `answer`."""
+    """Return the row of a sample for people; `columns` are the data's columns beside the prompt, such as `answer`."""
     output = sample.completion.output
     return {
         "prompt": sample.prompt.text,
@@ -111,7 +111,7 @@ def sample_row(sample: Sample, pl_module: Any) -> dict[str, Any]:
 
 
 def turn_rows(output: Output, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """Return what was said in each turn of an episode, the reply as the policy read it, and what else the environment gave."""
+    """Return each turn of an episode: its text, the reply as the policy read it, and other facts of the reply."""
     return [
         {"text": turn.text, "reply": decode(output.token_ids[turn.start : turn.stop]), **turn_facts(turn)}
         for turn in output.turns

@@ -25,11 +25,12 @@ _CONTEXT = 8  # tokens
 
 
 class RecordSteps(L.Callback):
-    """Writes metrics, warnings, times of workers, an index of all answers and the texts of some of them to `path`, as report/steps.py has it.
+    """Writes a run's records to `path`, in the format of report/steps.py.
 
-    The texts are those of the same prompts in each epoch: as many prompts as give at most `MAX_TEXTS` answers over the
-    run. The place in the file travels in the checkpoint, so a resumed run goes on where it was; without `continues` the
-    file begins with its first step. Needs a RhymeModule and a PromptDataModule.
+    They are metrics, warnings, times of workers, an index of all answers and the texts of some. Texts are written for
+    the same prompts in each epoch, so many that there are at most `MAX_TEXTS` answers over the run. The place in the
+    file travels in the checkpoint, so a resumed run continues the file; without `continues` the file begins with its
+    first step. Needs a RhymeModule and a PromptDataModule.
     """
 
     def __init__(self, path: str | Path, *, warnings: EarlyWarnings | None = None, continues: bool = True) -> None:
@@ -101,7 +102,7 @@ class RecordSteps(L.Callback):
 
 
 def _parts(output: Output, decode: Callable[[IntArray], str]) -> dict[str, Any]:
-    """Return how many characters of the text follow one another from each source; of an episode also where its replies are."""
+    """Return how many consecutive characters of the text come from each source, and where an episode's replies are."""
     runs = [] if output.sources is None else source_runs(output.sources)
     ends = list(accumulate(count for count, _ in runs))
     bounds = {place for turn in output.turns for place in (turn.start, turn.stop)}

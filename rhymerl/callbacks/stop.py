@@ -17,7 +17,7 @@ class StopRequest(Protocol):
 
 
 class StopOnRequest(L.Callback):
-    """Ends training after the step in which `request.requested` became true on any rank, with that step's checkpoint written."""
+    """Ends training, with a checkpoint, after the step in which `request.requested` became true on any rank."""
 
     def __init__(self, request: StopRequest) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""Samples to the loggers that can show them: TensorBoard as text, CSV as a file, others that have `log_table`, as wandb's does, as a table."""
+"""Samples for loggers that show them: text for TensorBoard, a file for CSV, a table for others with `log_table`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILE = "samples.csv"
 
 
 def show_samples(logger: Any, rows: Sequence[Row], *, global_step: int) -> None:
-    """Show rows that have `step`, COLUMNS and perhaps `turns`; called on rank 0. A logger that shows no text shows nothing."""
+    """Show rows of `step`, COLUMNS and perhaps `turns`, on rank 0; a logger that shows no text shows nothing."""
     rows = [{**row, "response": conversation(row["turns"])} if "turns" in row else row for row in rows]
     if not rows:
         return

@@ -32,13 +32,13 @@ def did_you_mean_option(word: str, following: Sequence[str], parser: ArgumentPar
 
 
 def did_you_mean_command(word: str, names: Sequence[str]) -> str:
-    """Suggest for a word that is no command the nearest one, or the one that does what others call by this word."""
+    """Suggest the nearest command for an unknown word, or the command of that name in other projects."""
     near = _COMMANDS_ELSEWHERE.get(word) or next(iter(get_close_matches(word, names, n=1)), None)
     return f"; did you mean {near}?" if near else ""
 
 
 def did_you_mean_config(word: str, kind: str) -> str:
-    """Suggest for a bare word the config of this kind that it names, or nearly so, or to resume the run that it names."""
+    """Suggest the config of this kind that a bare word means, or resuming the run that it names."""
     from rhymerl.cli.kinds import names_of
     from rhymerl.config.files import nearest_file
 

@@ -1,4 +1,4 @@
-"""Signals that end a run: while training, the first one after the current step, with its state saved; the second at once."""
+"""Signals that end a run: the first after the current training step, with its state saved; the second at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Interrupt:
         self._take()  # again: Lightning takes SIGTERM when a fit begins
 
     def release(self) -> None:
-        """Nothing would be lost any more: a signal ends the program at once."""
+        """Let a signal end the program at once: nothing would be lost any more."""
         self._held = False
 
     def __enter__(self) -> Self:
@@ -82,7 +82,7 @@ class Interrupt:
         os.kill(os.getpid(), number)
 
     def _leave_terminal(self) -> None:
-        """A terminal that is gone must not end the step in an error of writing to it."""
+        """Redirect output from a terminal that is gone, lest writing to it fails the step."""
         for output in self._terminals:
             if not os.isatty(output):
                 nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Kinds of configs: which of them a command takes. Each kind has a setting that those before it in the table have not."""
+"""Kinds of configs, by command: each kind has a setting that the kinds above it in the table lack."""
 
 from __future__ import annotations
 

@@ -50,7 +50,10 @@ OK, FAILED, BAD_USAGE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None, *, commands: Sequence[Subcommand] = COMMANDS) -> int:
-    """Run one command. Returns the exit code: 0 ok, 1 failed, 2 bad usage, 128 + a signal (Ctrl-C: 130) that stopped it."""
+    """Run one command and return its exit code.
+
+    0 is success, 1 failure, 2 bad usage, 128 + N the signal N that stopped it (Ctrl-C: 130).
+    """
     end_with_parent()
     # Threads that spin long while they wait slow a busy machine down by tens of times, and those that sleep at once are
     # slow to wake on a quiet one; torch's OpenMP reads this when it is imported.
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None, *, commands: Sequence[Subcommand] = 
 
 
 def make_parser(commands: Sequence[Subcommand] = COMMANDS) -> ArgumentParser:
-    """One subparser a command; whatever it does not know is an override."""
+    """Return a parser with one subparser a command; words that it does not know are overrides."""
     parser = ArgumentParser(
         prog="rhymerl",
         description="Reinforcement-learning post-training of language models, with rollouts that learn from their history.",

@@ -1,4 +1,4 @@
-"""Keeping other libraries' chatter off the terminal. Only the command line does so; a program that imports rhymerl decides itself."""
+"""Keep other libraries' chatter off the terminal, in the command line only: importing rhymerl silences nothing."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def quiet() -> Iterator[None]:
 
 
 def _quiet_thread(arguments: threading.ExceptHookArgs) -> None:
-    """A thread that writes TensorBoard's files gives its error to whoever writes next, who then says it in one line."""
+    """Silence TensorBoard's writer thread: its error is raised again, in one line, at the next write."""
     if not (isinstance(arguments.exc_value, OSError) and type(arguments.thread).__module__.startswith("tensorboard.")):
         threading.__excepthook__(arguments)

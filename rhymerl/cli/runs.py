@@ -126,7 +126,7 @@ class ForkCommand(RunCommand, FitCommand):
 
 
 class EvaluateCommand(RunCommand):
-    """answer the validation prompts: with a run's newest whole checkpoint (RUN), a policy, or ckpt_path=PATH|last|best|auto"""
+    """answer validation prompts with a run's newest checkpoint (RUN), a policy, or ckpt_path=PATH|last|best|auto"""
 
     name = "evaluate"
     usage = "RUN [key=value ...]\n--config NAME|PATH [key=value ...]"
@@ -156,7 +156,7 @@ def _split_run(word: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint_of(run_dir: Path, step: int | None) -> str | None:
-    """Return the checkpoint after so many steps; None for step 0, from which a run begins anew."""
+    """Return the checkpoint after a step; None for step 0, from which a run starts over."""
     if step == 0:
         return None
     folder = run_dir / "checkpoints"

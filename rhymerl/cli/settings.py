@@ -98,7 +98,7 @@ def _print_table(title: str, rows: Mapping[str, str]) -> None:
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Print names and what they are, in two columns as wide as the terminal."""
+    """Print names and descriptions, in two columns as wide as the terminal."""
     for name, words in facts:
         begin = f"{name:<12}"
         print(textwrap.fill(words, _width(), initial_indent=begin, subsequent_indent=" " * len(begin)))

@@ -122,7 +122,11 @@ def _is_class(kind: Any) -> bool:
 
 
 def _fit_scalar(value: Any, kind: Any) -> Any:
-    """1e4 and text such as an environment variable's are whole numbers; YAML takes 1e-4 for text; a name may look like a number."""
+    """Return a scalar as `kind`; raise Misfit if it is none.
+
+    1e4 and text such as an environment variable's are whole numbers; YAML takes 1e-4 for text; a name may look like a
+    number.
+    """
     types, expected = _SCALARS[kind]
     is_fraction = kind is int and isinstance(value, float) and not value.is_integer()
     if not isinstance(value, types) or is_fraction or (isinstance(value, bool) and kind is not bool):

@@ -20,11 +20,12 @@ T = TypeVar("T")
 def instantiate(
     node: object, *, key: str = "", default: Callable[[], Any] | None = None, kind: type | None = None
 ) -> Any:
-    """Build what `node` describes: every mapping with a `_target_`, inner ones first, in lists and mappings too; None is a `default`.
+    """Build the object that `node` describes; None is a `default`.
 
-    Anything else, such as an object already built, is returned as it is. Raises ConfigError naming the setting
-    whose value is wrong, also for a ValueError or TypeError of the constructor. `key` is where the node stands, for
-    these errors; a node of a composed config knows it. Also raises it for what is no `kind`.
+    Every mapping with a `_target_` is built, inner ones first, in lists and mappings too. Anything else, such as an
+    object already built, is returned as it is. Raises ConfigError naming the setting whose value is wrong, also for a
+    ValueError or TypeError of the constructor. `key` is where the node stands, for these errors; a node of a composed
+    config knows it. Also raises it for what is no `kind`.
     """
     found = default() if node is None and default is not None else _build(node, key, {})
     if kind is not None and not isinstance(found, kind):
@@ -54,7 +55,7 @@ def _build(node: object, key: str, config: Mapping[str, Any]) -> Any:
 
 
 def _opened(node: Any, key: str) -> tuple[Any, str, Mapping[str, Any]]:
-    """Return a node of OmegaConf's in plain containers, its key, and the config that it is in; other mappings as they are."""
+    """Return a node of OmegaConf's in plain containers, its key, and its config; other mappings as they are."""
     from omegaconf import OmegaConf
 
     from rhymerl.config.interpolation import evaluate, whole
@@ -68,7 +69,7 @@ def _opened(node: Any, key: str) -> tuple[Any, str, Mapping[str, Any]]:
 
 
 def _evaluated(text: str, key: str, config: Mapping[str, Any]) -> Any:
-    """Return what a text stands for; outside a config, as in a checkpoint, it is only the environment that it may name."""
+    """Return the value of a text; outside a config, as in a checkpoint, only environment variables are evaluated."""
     if "${oc.env:" not in text and ("${" not in text or not config):
         return text
     from rhymerl.config.interpolation import evaluate
@@ -90,7 +91,7 @@ def _construct(values: dict[str, Any], key: str, places: Mapping[str, str]) -> A
 def construct(
     target: Callable[..., T], arguments: Mapping[str, Any], *, key: str, places: Mapping[str, str] | None = None
 ) -> T:
-    """`target(**arguments)`, for settings that stand at `key` ("" is the top of a config), or where `places` says.
+    """Return `target(**arguments)` for settings at `key` ("" is the top of a config), or at their `places`.
 
     A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names
     the setting.

@@ -66,7 +66,7 @@ def compose(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConf
 
 
 def sources_of(name_or_path: str | Path, overrides: Sequence[str]) -> Sources:
-    """Read the files and the overrides. Raises ConfigError for what cannot be read, and for a choice that no group has."""
+    """Read the files and the overrides. Raises ConfigError for unreadable ones, and for unknown options of groups."""
     path = locate(name_or_path)
     chain = read_chain(path)
     groups = {group for file in chain for group in file.choices}
@@ -99,7 +99,7 @@ def _schema(sources: Sources) -> dict[str, Any]:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Read overrides in Hydra's grammar, `~key` to take something out. Raises ConfigError for one that cannot be read."""
+    """Read overrides in Hydra's grammar; `~key` removes a key. Raises ConfigError for an unreadable one."""
     parser = OverridesParser.create()
     return [_parse(parser, text) for text in overrides]
 
@@ -136,7 +136,7 @@ def _read(parser: OverridesParser, text: str) -> HydraOverride:
 
 
 def _apply_all(config: dict[str, Any], overrides: Sequence[Override]) -> None:
-    """Apply the changes that name a class before all others, which are then about the new class; these keep their order."""
+    """Apply overrides that name a class first, since the others are about the new class; else keep their order."""
     named = [each for each in overrides if each.key.endswith("._target_") or is_component(each.value)]
     for override in named:
         _apply(config, override)

@@ -1,4 +1,4 @@
-"""What a setting is, as constructors and config files say it: type, default, documentation, and where its value was set."""
+"""A setting as constructors and config files describe it: type, default, documentation, origin of its value."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides:
 
 
 def _not_there(config: dict[str, Any], key: str, path: Path) -> ConfigError:
-    """A setting may be one of another option of its group."""
+    """Return the error for an unknown setting, which may be one of another option of its group."""
     group, _, name = key.partition(".")
     having = [
         option

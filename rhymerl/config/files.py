@@ -38,7 +38,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def options(folders: Sequence[Path]) -> list[str]:
-    """Return the names that the folders of a config group offer: the user's own, beside its file, and the packaged one."""
+    """Return the names that the folders of a config group offer: the user's own folder and the packaged one."""
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
 
 
@@ -56,7 +56,7 @@ def about(path: Path) -> str:
 
 
 def locate(name_or_path: str | Path, names: Callable[[], Sequence[str]] = packaged_names) -> Path:
-    """Return the file of a packaged name or of a path. Raises ConfigError, which tells of `names`, when there is none."""
+    """Return the file of a packaged name or a path. Raises ConfigError, listing `names`, when there is none."""
     path = Path(name_or_path).expanduser()
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
@@ -71,7 +71,7 @@ def locate(name_or_path: str | Path, names: Callable[[], Sequence[str]] = packag
 
 
 def nearest_file(name_or_path: str | Path, names: Sequence[str]) -> str | None:
-    """Return what `locate` would find under the nearest name: one of `names`, packaged ones, or a file in the same directory."""
+    """Return the nearest of the packaged `names` and of the files in the same directory; None if none is near."""
     path = Path(name_or_path).expanduser()
     beside = [str(path.with_name(each.name)) for each in path.parent.glob("*.yaml")] if path.name else []
     near = get_close_matches(str(path), [*names, *beside], n=1)
@@ -80,9 +80,10 @@ def nearest_file(name_or_path: str | Path, names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """One file, or one option of a group: `choices` are the groups of its `defaults`, `order` the files there and `_self_`.
+    """One file, or one option of a group.
 
-    `new_groups` are chosen without `override`.
+    `choices` are the groups of its `defaults`, `order` the files there and `_self_`. `new_groups` are chosen without
+    `override`.
     """
 
     path: Path
@@ -97,7 +98,7 @@ class ConfigFile:
 
 
 def read_chain(path: Path, folders: Sequence[Path] = ()) -> list[ConfigFile]:
-    """Return the file and all that it builds on, which is looked for in `folders`, in the order in which later ones win."""
+    """Return the file and all that it builds on, looked up in `folders`; later ones win."""
     return _chain(path, folders or folders_beside(path), ())
 
 
@@ -157,11 +158,11 @@ class Layer:
 
 
 def layers(chain: Sequence[ConfigFile], folders: Sequence[Path], chosen: Mapping[str, str | None]) -> list[Layer]:
-    """Return what the settings are made of, each layer to be merged into those before it; `chosen` is the command line's choice.
+    """Return the layers of settings, each to be merged into the earlier ones.
 
-    The node of a group is what the last file that chooses it says, tuned by that file's body and the later ones, so
-    nothing is left over that was meant for another class. A choice on the command line is not tuned at all. Raises
-    ConfigError.
+    `chosen` is the command line's choice. The node of a group is what the last file that chooses it says, tuned by that
+    file's body and the later ones, so nothing is left over that was meant for another class. A choice on the command
+    line is not tuned at all. Raises ConfigError.
     """
     of_groups: dict[str, list[Layer]] = {}
     for file in chain:
@@ -181,7 +182,11 @@ def layers(chain: Sequence[ConfigFile], folders: Sequence[Path], chosen: Mapping
 
 
 def _tuned(group: str, present: list[Layer], layer: Layer) -> list[Layer]:
-    """A body may tune the chosen option, name a class itself (`drafter: my_module.MyDrafter` or with `_target_`), or list several."""
+    """Return the layers with a body's changes to a group.
+
+    A body may tune the chosen option, name a class itself (`drafter: my_module.MyDrafter` or with `_target_`), or list
+    several.
+    """
     value = layer.body[group]
     if not isinstance(value, dict) or is_component(value):
         return [layer]

@@ -1,6 +1,6 @@
-"""What the interpolations of settings stand for, which OmegaConf evaluates: links, its own resolvers, and those that rhymerl adds.
+"""Interpolations of settings, which OmegaConf evaluates: links, its own resolvers, and rhymerl's.
 
-Those are `${asset:NAME}`, a directory that comes with rhymerl; `${package:NAME/FILE}`, a file of a Python package;
+rhymerl's are `${asset:NAME}`, a directory that comes with it; `${package:NAME/FILE}`, a file of a Python package;
 `${config_name:}`, the name of the config file; and `${now:%H}`. OmegaConf knows them under names that no other program
 has.
 """
@@ -56,7 +56,7 @@ def _settle(node: Any, evaluated: Any, named: Any, key: str) -> None:
 
 
 def environment_named(config: Any) -> DictConfig:
-    """Return a config in which `${oc.env:NAME}` stands for `${rhymerl.env:NAME}`: what an environment variable holds may be a key."""
+    """Return a config with `${rhymerl.env:NAME}` for `${oc.env:NAME}`, since a variable's value may be a secret key."""
     named: DictConfig = OmegaConf.create(map_text(config, lambda text: _ENVIRONMENT.sub("${rhymerl.env:", text)))
     return named
 
@@ -103,7 +103,7 @@ def located_errors(where: str) -> Iterator[None]:
 
 
 def whole(node: DictConfig | ListConfig) -> tuple[Any, str]:
-    """Return the config that a node of OmegaConf's is part of, in plain containers with its links, and the node's key in it."""
+    """Return a node's whole config in plain containers with its links, and the node's key in it."""
     names: list[str] = []
     while (above := _parent(node)) is not None:
         keys = list(above) if isinstance(above, DictConfig) else range(len(above))
@@ -139,7 +139,7 @@ def _variable(*words: str | None) -> str:
 
 
 def packages_folder() -> Path:
-    """Where packages are fetched to that are read and never imported: RHYMERL_PACKAGES, or a folder in the user's cache."""
+    """Return the folder of packages that are read, never imported: RHYMERL_PACKAGES, or one in the user's cache."""
     chosen = os.environ.get("RHYMERL_PACKAGES")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(chosen or f"{cache}/rhymerl/packages").expanduser()

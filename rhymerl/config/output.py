@@ -1,4 +1,4 @@
-"""Settings on their way out: as text, into the run directory, into the checkpoint, and what has changed since that was written."""
+"""Output of settings: as text, into the run directory, into the checkpoint, and changes since they were written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save_config(config: DictConfig, run_dir: str | Path) -> Path:
 
 
 def keep_former(config: DictConfig, run_dir: str | Path) -> Path | None:
-    """Copy a `config.yaml` with other settings than these to `config.N.yaml`, which is returned; None where there is none."""
+    """Copy a `config.yaml` with other settings than these to `config.N.yaml`; return that path, or None without one."""
     path = Path(run_dir) / "config.yaml"
     if not path.exists() or path.read_text(encoding="utf-8") == to_yaml(config):
         return None
@@ -50,20 +50,20 @@ def keep_former(config: DictConfig, run_dir: str | Path) -> Path | None:
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """Return all settings in plain containers without references, to build from. They may have keys; `recorded` has none."""
+    """Return all settings in plain containers without references, to build from; they may hold secret keys."""
     found: Any = OmegaConf.to_container(config, resolve=True)
     return {str(key): value for key, value in found.items()}
 
 
 def recorded(config: DictConfig) -> dict[str, Any]:
-    """Return all settings in plain containers without references, to be written down: what comes from the environment is only named."""
+    """Return all settings in plain containers without references, to save: values from the environment are named."""
     named = resolved(environment_named(OmegaConf.to_container(config)))
     found: dict[str, Any] = map_text(named, lambda text: text.replace("${rhymerl.env:", "${oc.env:"))
     return found
 
 
 def with_names(values: Any, config: DictConfig) -> Any:
-    """Return plain containers in which text that a config takes from the environment is only named, as `recorded` does."""
+    """Return plain containers in which values that a config takes from the environment are only named."""
     names: dict[Any, str] = {}
     for (_, node), (_, named) in zip(containers(resolved(config)), containers(recorded(config)), strict=True):
         pairs = zip(entries(node), entries(named), strict=True)
@@ -73,7 +73,7 @@ def with_names(values: Any, config: DictConfig) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One setting, by its dotted key, that differs from what it was in a checkpoint."""
+    """One setting, by its dotted key, that differs from a checkpoint's."""
 
     key: str
     before: Any
@@ -84,9 +84,10 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], config: DictConfig) -> list[Change]:
-    """Return the settings whose values differ from `before`, a resolved config; one that only one of them has is `nothing` in the other.
+    """Return the settings whose values differ from `before`, a resolved config.
 
-    What follows another setting (`${seed}`) is left out: that one is there itself.
+    A setting that only one of them has is `nothing` in the other. What follows another setting (`${seed}`) is left out:
+    that one is there itself.
     """
     now: dict[str, Any] = dict(leaves(OmegaConf.to_container(config)))  # type: ignore[arg-type]
     links = tuple(f"{key}." for key, value in now.items() if isinstance(value, str) and value.startswith("${"))

@@ -63,7 +63,7 @@ def expand(config: dict[str, Any]) -> None:
 
 
 def plain_default(parameter: inspect.Parameter) -> Any:
-    """Return the default of an argument as a config says it; `???` where there is none, ABSENT where YAML cannot say it."""
+    """Return an argument's default as a config says it: `???` if there is none, ABSENT if YAML cannot say it."""
     if parameter.default is REQUIRED:
         return _MISSING
     try:
@@ -108,7 +108,7 @@ def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _closed(root: dict[str, Any], kinds: dict[str, list[Any]]) -> dict[str, dict[Any, Any]]:
-    """Return the plain mappings whose keys are fixed: those of the root, but for free-form ones and what is in components."""
+    """Return the plain mappings with fixed keys: the root's, except free-form ones and the contents of components."""
     inside = [key for key, _ in components(root)]
     inside += [key for key, each in kinds.items() if any(map(is_free_form, each))]
     return {
@@ -165,7 +165,7 @@ def unknown(config: dict[str, Any], key: str) -> ConfigError:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """A key with the same last name first, then a sibling, then any."""
+    """Return the nearest key: one with the same last name first, then a sibling, then any."""
     parent, _, name = key.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == parent}
     same_name = [each for each in known if each.rpartition(".")[2] == name]

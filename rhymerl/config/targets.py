@@ -127,7 +127,7 @@ def _parameter(target: Callable[..., Any], found: inspect.Parameter) -> inspect.
 
 
 def _namespace(target: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Return the namespace in which the annotation of an argument was written: a dataclass inherits fields from other modules."""
+    """Return the namespace of an argument's annotation: a dataclass inherits fields from other modules."""
     owner: Any = target
     if isinstance(target, type):
         owner = next(kind for kind in target.__mro__ if "__init__" in vars(kind))
@@ -149,7 +149,7 @@ def _resolve(annotation: Any, namespace: dict[str, Any]) -> Any:
 
 
 def _default(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """A dataclass hides the defaults that a factory makes."""
+    """Return the default of an argument, also one made by a dataclass's factory, which signatures hide."""
     if dataclasses.is_dataclass(target):
         fields = {field.name: field for field in dataclasses.fields(target)}
         factory = fields[parameter.name].default_factory if parameter.name in fields else dataclasses.MISSING

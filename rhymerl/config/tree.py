@@ -53,9 +53,10 @@ def link_of(value: Any) -> str | None:
 
 
 def origin(config: Any, key: str, *, follow_last: bool = True) -> str:
-    """Return the key under which the value of `key` is written: `module.drafter.depth` is at `drafter.depth` if the drafter is a link.
+    """Return the key under which the value of `key` is written.
 
-    Without `follow_last`, a link at the very end stays: an override replaces it.
+    `module.drafter.depth` is at `drafter.depth` if the drafter is a link. Without `follow_last`, a link at the very end
+    stays: an override replaces it.
     """
     asked = key
     for _ in range(_MOST_LINKS):

@@ -20,7 +20,7 @@ class LocatedRow:
 
 
 def columns_of(prompts: Collection[Prompt]) -> tuple[list[str], dict[str, str]]:
-    """Return the columns that all rows have, sorted; and of each that only some have, the place of the first row without it."""
+    """Return the columns that all rows have, sorted, and each other column with the first row that lacks it."""
     every = sorted(set[str]().union(*(prompt.columns for prompt in prompts)))
     lacking: dict[str, str] = {}
     for prompt in prompts:

@@ -66,13 +66,13 @@ class _NoLoaders(CombinedLoader):
 class PromptDataModule(L.LightningDataModule):
     """Prompts for training and validation, from files, data sets or a task.
 
-    `train` and `validation` are what `rhymerl.data.read_rows` takes; with a `task`, whatever of the two is not given
-    comes from the task. Several validation sets are a mapping by name; None in it is the task's rows. Everything is
+    `train` and `validation` are sources that `rhymerl.data.read_rows` takes; with a `task`, a missing one comes from
+    the task. Several validation sets are a mapping by name, in which None stands for the task's rows. Everything is
     read, encoded and checked in `setup`, before any compute, on every rank alike. Validation uses the first
     `validation_prompts` rows of a set (default: all), in their order. `system_prompt` goes before every prompt, through
-    the tokenizer's chat template, which then takes text as the user's message; a row that begins with a system message
-    of its own keeps that one. With `filter_overlong_prompts` prompts that are longer than `max_prompt_tokens`, or leave
-    no room for an answer, are left out.
+    the tokenizer's chat template, which then takes text as the user's message; a row with a system message of its own
+    keeps that one. `filter_overlong_prompts` leaves out prompts that are longer than `max_prompt_tokens`, or leave no
+    room for an answer.
 
     The place in the training data is part of the checkpoint (see PromptLoader): the module that trains calls
     `trainer.datamodule.train_loader.advance()` at the end of each `training_step`. Every `Trainer.fit` starts
@@ -244,7 +244,10 @@ class PromptDataModule(L.LightningDataModule):
         return loaders[0] if len(loaders) == 1 else loaders
 
     def state_dict(self) -> dict[str, Any]:
-        """The training loader's, since Lightning itself restores only a loader that stopped within an epoch; and the run's start, if prompts tell it."""
+        """Return the training loader's state, and the run's start if prompts depend on it.
+
+        Lightning itself restores only a loader that stopped within an epoch.
+        """
         started = {"started": self.started.isoformat()} if self._tells_time else {}
         return {**self.train_loader.state_dict(), **started} if self.train_loader else {}
 
@@ -273,27 +276,27 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def validation_names(self) -> list[str]:
-        """The names of the validation sets, in their order; one that was given without a name is `validation`."""
+        """Return the names of the validation sets, in order; a set without a name is `validation`."""
         return list(self.validation) if isinstance(self.validation, Mapping) else [ONLY_SET]
 
     @property
     def num_validation_prompts(self) -> int:
-        """The number of prompts in all validation sets; known after `setup`."""
+        """Return the number of prompts in all validation sets; known after `setup`."""
         return sum(len(loader.prompts) for loader in self.validation_loaders.values())
 
     @property
     def columns(self) -> list[str]:
-        """The columns that every prompt brings along for the reward, sorted; known after `setup`."""
+        """Return the columns that every prompt has for the reward, sorted; known after `setup`."""
         return columns_of(self.prompts)[0]
 
     @property
     def gaps(self) -> dict[str, str]:
-        """The columns that only some prompts bring along, each with the place of the first row that does not."""
+        """Return the columns that only some prompts have, each with the place of the first row without it."""
         return columns_of(self.prompts)[1]
 
     @property
     def prompts(self) -> list[Prompt]:
-        """All prompts, of training and of validation; known after `setup`."""
+        """Return all prompts, for training and validation; known after `setup`."""
         loaders = (self.train_loader, *self.validation_loaders.values())
         return [prompt for loader in loaders if loader for prompt in loader.prompts]
 

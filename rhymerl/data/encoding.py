@@ -30,7 +30,7 @@ _FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """The limits of a prompt's length in tokens: how long it may be, and whether the longest answer still fits behind it."""
+    """Limits of a prompt's length in tokens: its own, and the context, which must hold the longest answer too."""
 
     context_tokens: int  # of the model: prompt and response together
     max_tokens: int  # of a response
@@ -206,7 +206,7 @@ def check_template_arguments(chat_template_kwargs: Mapping[str, Any] | None) -> 
 
 
 def with_tools(chat_template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the user's arguments of a chat template, with the JSON schemas of an environment's tools, if it has any."""
+    """Return the user's chat template arguments, with the JSON schemas of an environment's tools, if it has any."""
     return {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
 
 
@@ -254,7 +254,7 @@ def _row_digest(located: LocatedRow) -> bytes:
 
 
 def canonical_json(row: Mapping[str, Any], location: str) -> str:
-    """Return a text that is the same for equal rows in every process. Raises DataError naming a column for which there is none."""
+    """Return the same text for equal rows in every process. Raises DataError naming a column that has none."""
     try:
         return _dumped(row)
     except (TypeError, ValueError, RecursionError):

@@ -55,7 +55,7 @@ class PromptLoader:
 
     @property
     def epoch(self) -> int:
-        """The pass over the data that the current step belongs to, from 0."""
+        """Return the epoch of the current step, from 0."""
         return self.cursor // len(self)
 
     def batch(self, step: int) -> PromptBatch:
@@ -81,7 +81,7 @@ class PromptLoader:
         self.cursor += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, and what it would be wrong to change under it."""
+        """Return the cursor, and the settings and data that it is valid for."""
         return {"cursor": self.cursor, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

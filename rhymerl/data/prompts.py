@@ -36,9 +36,9 @@ class PromptSource:
         check_template_arguments(self.chat_template_kwargs)
 
     def read(self, policy: Policy, *, max_tokens: int, tools: Sequence[Mapping[str, Any]] = ()) -> list[Prompt]:
-        """Read, encode and check every prompt; `max_tokens` of an answer must fit behind it. `tools` are an environment's, as JSON schemas.
+        """Read, encode and check every prompt; `max_tokens` of an answer must fit behind it.
 
-        Raises ConfigError and DataError.
+        `tools` are an environment's, as JSON schemas. Raises ConfigError and DataError.
         """
         if self.prompts is None and self.task is None:
             raise ConfigError(

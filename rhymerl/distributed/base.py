@@ -23,7 +23,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """The received messages: rank 0's commands, which all ranks get in the same order, and the values of messages for this one."""
+    """Received messages: rank 0's commands, in the same order on all ranks, and the messages for this rank."""
 
     commands: list[Any]
     messages: list[Any]
@@ -33,24 +33,25 @@ Decide = Callable[[list[tuple[int, Any]]], Any]  # (rank, report) since the last
 
 
 class Channel(ABC):
-    """The messages of ranks to one another while they work: reports go to rank 0, its commands to all, messages to one."""
+    """The channel between ranks at work: reports go to rank 0, its commands to all ranks, messages to one rank."""
 
     @abstractmethod
     def exchange(self, report: Any, messages: Sequence[Message], decide: Decide, *, waits: bool) -> Received:
-        """Send what this rank has (a report of None says nothing) and take what is there for it.
+        """Send this rank's report (None: nothing) and messages, and receive what has arrived for it.
 
         Rank 0 calls `decide`; the command may be among what is returned already. A rank with nothing else to do
         `waits` a moment for some.
         """
 
     def close(self) -> None:
-        """The work is over. Called after a collective, so that nobody reads any more."""
+        """End the work. Called after a collective, so that nobody reads any more."""
 
 
 class Ranks(ABC):
-    """This process is `rank` of `size`. Methods are collectives where nothing else is said: all ranks call them, in the same order.
+    """This process is `rank` of `size`.
 
-    A rank that ends while others wait for it makes them raise RunError, which says which one and why.
+    Methods are collectives unless they say otherwise: all ranks call them, in the same order. A rank that ends while
+    others wait for it makes them raise RunError, which says which one and why.
     """
 
     rank: int
@@ -58,35 +59,35 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank, on every rank: plain data, numpy arrays, and records that the ranks know."""
+        """Return every rank's value, by rank, on every rank: plain data, numpy arrays, records that ranks know."""
 
     @abstractmethod
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank; what the others give is not looked at."""
+        """Return rank 0's value on every rank; the other ranks' values are ignored."""
 
     @abstractmethod
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add up each parameter's gradient over the ranks, in place; a missing one counts as zeros, unless no rank has it."""
+        """Sum each parameter's gradient over the ranks in place; a missing one is zeros, unless no rank has it."""
 
     @abstractmethod
     def channel(self, *, lockstep: bool) -> Channel:
-        """Return a channel of its own for each piece of work. In lockstep every exchange is a collective, and so repeats bit for bit."""
+        """Return a new channel for a piece of work; in lockstep, exchanges are collectives and repeat bit for bit."""
 
     def check(self) -> None:
         """Raise RunError when a rank has ended. No collective: called wherever a rank waits or works for long."""
 
     def fail(self, reason: str) -> None:
-        """This rank is about to end because of an error, which the others are told. No collective."""
+        """End this rank with an error, which the other ranks report too. No collective."""
 
     def explain(self, error: BaseException) -> None:
-        """Add to an error that which rank has ended, where that is why a connection broke. May wait some seconds for it."""
+        """Add to an error which rank has ended, if that broke the connection. May wait some seconds for it."""
 
     def close(self) -> None:
-        """This rank takes part no more; may be called twice. No collective."""
+        """End this rank's part; may be called twice. No collective."""
 
 
 class LockstepChannel(Channel):
-    """Every exchange is a collective of all ranks, so none goes ahead of another."""
+    """A channel on which every exchange is a collective, so no rank runs ahead of another."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

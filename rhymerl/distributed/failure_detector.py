@@ -1,4 +1,4 @@
-"""When one rank ends, all others learn which one and why, and end too.
+"""When a rank ends, all other ranks learn its number and reason, and end too.
 
 There is no heartbeat: a process that is busy or stopped for long is not dead. Every rank holds a connection to rank 0,
 which the operating system breaks when a process ends.
@@ -52,7 +52,7 @@ class FailureDetector:
         _failure_detectors.add(self)
 
     def check(self, *, wait_s: float = 0.0) -> None:
-        """Raise RunError when a rank has ended. For a collective that broke, whose cause may be on its way: `wait_s`."""
+        """Raise RunError when a rank has ended; `wait_s` lets the cause of a broken collective arrive."""
         if wait_s:
             self._failed.wait(wait_s)
         if self._failure is not None:
@@ -63,7 +63,7 @@ class FailureDetector:
         self._disconnect(f"rank {self.rank} failed: {reason}")
 
     def close(self) -> None:
-        """Part from the others in peace, without waiting for them; what they do later is not reported any more.
+        """Leave the other ranks without waiting for them; their later ends are not reported.
 
         May be called twice, and after `fail`. When rank 0 closes, the others do not learn of one another any more.
         """
@@ -118,7 +118,7 @@ def _say(line: str) -> None:
 
 
 class _Link:
-    """A connection to `rank`. After a hello, each end says at most one thing: why a rank ends, or shutdown, which is ""."""
+    """A connection to `rank`: after a hello each end sends at most why a rank ends, or "" for a shutdown."""
 
     def __init__(self, connection: socket.socket, rank: int = 0) -> None:
         self.socket = connection

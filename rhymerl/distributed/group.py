@@ -143,13 +143,13 @@ class Group(Ranks):
             self._failure_detector.fail(reason)
 
     def _own_sigterm(self) -> None:
-        """Not before the work begins: Lightning takes the signal when a stage does. A program's own handler keeps it."""
+        """Take SIGTERM once the work begins, since Lightning takes it when a stage does; a program's handler stays."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and _is_default_or_lightnings(signal.getsignal(signal.SIGTERM)):
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """One rank that is told to end ends all; Lightning's own way waits for a collective, which the others never come to."""
+        """End all ranks when one gets SIGTERM: Lightning would wait for a collective that the others never reach."""
         self.fail("it was told to end (SIGTERM)")
         raise SystemExit(128 + number)
 

@@ -15,9 +15,10 @@ _LEAST = 16  # characters
 
 
 def shared_secret() -> bytes:
-    """`RHYMERL_SECRET` where it is set, which launchers hand on; else a file of this user's, which is made when it is missing.
+    """Return `RHYMERL_SECRET` if it is set, else the content of this user's file.
 
-    Raises ConfigError for a secret that is too short, and for a file that others can read or that cannot be made.
+    Launchers hand the variable on. A missing file is made. Raises ConfigError for a secret that is too short, and for a
+    file that others can read or that cannot be made.
     """
     given = os.environ.get(VARIABLE)
     if given is None:

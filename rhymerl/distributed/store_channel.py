@@ -61,7 +61,7 @@ class MessageQueue:
 
 
 class StoreChannel(Channel):
-    """Queues for reports to rank 0, for its commands, and for each rank's messages; `collective` is entered for every exchange."""
+    """Queues for reports to rank 0, its commands, and each rank's messages; exchanges enter `collective`."""
 
     def __init__(
         self,

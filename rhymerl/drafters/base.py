@@ -19,12 +19,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
-        """Guess what follows `context` ([prompt + response so far], int32, read-only) with at most `budget` nodes."""
+        """Draft what follows `context` (prompt and response so far, int32, read-only), with at most `budget` nodes."""
 
     def propose_batch(
         self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
     ) -> DraftBatch:
-        """Guess for all requests that may have a draft, at most `budgets[r]` (1 or more) nodes each; called once a pass.
+        """Draft for all requests that may have one, at most `budgets[r]` (1 or more) nodes each; called once a pass.
 
         Override it where a batch is cheaper than its parts.
         """
@@ -33,7 +33,7 @@ class Drafter(ABC):
         return DraftBatch.pack([self.propose(*each) for each in zip(requests, contexts, budgets, strict=True)])
 
     def catch_up(self) -> None:
-        """The pass for which drafts were proposed is launched: do now what no draft waits for.
+        """Called once the pass is launched for which drafts were proposed: do here what no draft waits for.
 
         An engine calls it after each pass that does not run where the drafter does, as SGLang's on a GPU. From others
         it never comes, so what is left undone has to be done before the next drafts.
@@ -49,10 +49,10 @@ class Drafter(ABC):
         """A started request leaves for good: it has ended, or the caller has withdrawn it (and may submit it anew)."""
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """The scored answers of a step, in canonical (prompt, sample) order."""
+        """Learn from a step's scored answers, in canonical (prompt, sample) order."""
 
     def follow(self, delta: HistoryDelta) -> None:
-        """Take up what has changed in the history; called after each step, and with a snapshot when a run starts or resumes."""
+        """Apply changes of the history; called after each step, and with a snapshot when a run starts or resumes."""
 
     def close(self) -> None:
-        """The engine is gone and so are its requests: free threads and the like. Another engine may `start` requests later."""
+        """Free threads and the like: engine and requests are gone. Another engine may `start` requests later."""

@@ -68,7 +68,7 @@ class Nodes(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Room for one tree a line, L lines of at most `most` nodes; `grow_trees` fills it, `packed` makes a batch of it."""
+    """Room for L trees, one a line, of at most `most` nodes; `grow_trees` fills it, `packed` makes a batch of it."""
 
     nodes: Nodes
     counts: IndexArray  # [L]
@@ -123,8 +123,8 @@ def grow_trees(
 ) -> None:
     """Draft for the queries r of one prompt, from their matches in its live and its sealed index, and in the pool.
 
-    `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). What goes to line lines[r] of the
-    `trees` has at most budgets[lines[r]] nodes. `answers` are those of the sealed index.
+    `rows` [R] are the queries' own rows of the live text (row 0 is the prompt). Line lines[r] of the `trees` gets at
+    most budgets[lines[r]] nodes. `answers` are the sealed index's.
     """
     most = live.positions.shape[1] + sealed.positions.shape[1] + pool.positions.shape[1]
     index, shared = np.empty(most, np.int64), np.empty(most, np.int64)
@@ -179,7 +179,7 @@ def open_children(
     favours: FloatArray,
     num_open: int,
 ) -> int:
-    """Put equal tokens of the occurrences begin ... end - 1 side by side and append each run, with its sums; returns `num_open`."""
+    """Group equal tokens of the occurrences begin ... end - 1 and append each run with its sums; return `num_open`."""
     i = begin
     while i < end:
         token = follows[member[i]]

@@ -1,4 +1,4 @@
-"""Drafts from what the same prompt was answered before, and from what is being answered now (HistoSpec, arXiv 2508.18588)."""
+"""Drafts from earlier answers to the same prompt and from running ones (HistoSpec, arXiv 2508.18588)."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ GroupKey = tuple[str, ...]
 
 @dataclass(kw_only=True, eq=False)
 class HistoryTreeDrafter(Drafter):
-    """Trees of what followed the longest suffixes of the context in the prompt's earlier answers and in its running ones.
+    """Trees of the tokens that followed the context's longest suffixes in the prompt's earlier and running answers.
 
     An occurrence that shares n tokens with the context votes with weight length_weight ** n * recency ** age *
-    exp(advantage_tilt * advantage); the age counts epochs, at most `window` of them (0 = no history). `own` adds the
-    request's own prompt and tokens, `siblings` the other running answers, and `others` is the weight of the newest
-    answers to all prompts (0 = none). Only suffixes of `min_match` to `max_match` tokens count, and the `max_matches`
-    longest of each index. A node's score is the product of the shares of votes on its path, where `escape` votes go to
-    what has not been seen. The most probable nodes are taken first, at most `max_branches` below one (1 = a chain),
-    chosen by probability or by the summed `reward` of the answers below.
+    exp(advantage_tilt * advantage). Its age counts epochs, at most `window` of them (0 = no history). `own` adds the
+    request's own prompt and tokens, `siblings` the other running answers; `others` weighs the newest answers to all
+    prompts (0 = none). Only suffixes of `min_match` to `max_match` tokens count, and only the `max_matches` longest of
+    each index. A node's score is the product of the vote shares on its path, where `escape` votes go to unseen tokens.
+    The most probable nodes are taken first, at most `max_branches` below one (1 = a chain), chosen by probability or by
+    the summed `reward` of the answers below.
 
-    With `deterministic` a request waits for its prompt's index, which otherwise is used as soon as it is there. None
+    With `deterministic` a request waits for its prompt's index; otherwise the index is used once it is ready. None
     follows the Trainer.
     """
 
@@ -128,12 +128,12 @@ class HistoryTreeDrafter(Drafter):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all indexes, over earlier answers and over running ones."""
+        """Return the bytes of all indexes, over earlier answers and over running ones."""
         return self._history.bytes + self.live_bytes
 
     @property
     def live_bytes(self) -> int:
-        """The bytes of the indexes over running answers, room to grow included."""
+        """Return the bytes of the indexes over running answers, room to grow included."""
         return sum(group.index.bytes for group in self._groups.values())
 
     # -- drafts --------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class HistoryTreeDrafter(Drafter):
         self._behind.clear()
 
     def _enter(self, request: RolloutRequest) -> GroupKey:
-        """A request asks for the first time: find it a group."""
+        """Find a group for a request that asks for the first time."""
         key, prompt = self._group_key(request), request.prompt.token_ids
         group = self._groups.get(key)
         if group is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LiveGroup:
-    """A prompt's live index and whose answer is in which of its rows; what has ended stays there for the others.
+    """A prompt's live index and the row of each request; ended answers stay there for the others.
 
     A request has a row from when it first asks for a draft.
     """
@@ -30,7 +30,7 @@ class LiveGroup:
         self._ended: list[tuple[str, int | None, IntArray]] = []
 
     def extend(self, ids: Sequence[str], contexts: Sequence[IntArray]) -> IndexArray:
-        """Append what each context (prompt and response so far) has that its row lacks, found from `catch_up` on; returns the rows."""
+        """Append what each context (prompt, response) has beyond its row, from `catch_up` on; return the rows."""
         self._take_up_ended()
         length, running = len(self.prompt), self.running
         rows: list[int] = []
@@ -65,7 +65,7 @@ class LiveGroup:
         return self.index.open()
 
     def finish(self, completion: Completion) -> None:
-        """The request has left with these tokens."""
+        """Note that the request has left with these tokens."""
         row = self.running.pop(completion.request.id, None)
         self._ended.append((completion.request.id, row, completion.token_ids))
 
@@ -74,7 +74,7 @@ class LiveGroup:
         self.index.catch_up()
 
     def _take_up_ended(self) -> None:
-        """Answers that have ended are taken up when somebody asks again: they cost nothing while the drafter is left alone."""
+        """Take up ended answers only when somebody asks again, so that an idle drafter costs nothing."""
         for name, row, answer in self._ended:
             at = self._left[name] = self._row_of(name, answer) if row is None else row
             self._append(np.array([at]), [answer[self._lengths[at] :]])

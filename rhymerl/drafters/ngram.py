@@ -25,8 +25,8 @@ _NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
 class NGramDrafter(Drafter):
     """One path, from the request's own prompt and tokens: no history, no other request, nothing to keep.
 
-    The longest suffix of `min_match` to `max_match` tokens that has come before decides. An index that grows with the
-    answer finds it; the context is never scanned.
+    The draft follows the longest suffix of `min_match` to `max_match` tokens that has occurred before. An index that
+    grows with the answer finds it; the context is never scanned.
     """
 
     min_match: int = at_least(1, 2)

@@ -27,11 +27,11 @@ _AGREEING = 16  # match lengths of those that agree again
 
 
 class RunAheadDrafter(Drafter):
-    """Drafts a request's prefetched tokens (`RolloutRequest.prefetched`): those after its response, as one path, while the response agrees.
+    """Drafts `RolloutRequest.prefetched`: tokens after the response, as one path, while the response agrees with it.
 
-    Both were sampled with the same noise, so a token is wrong only where the update has moved that very draw. After a
-    wrong token `inner` drafts for the request, as it does for all requests without such tokens, until a few tokens
-    agree again at the same positions, where the noise is the same; behind the last one it does so for good.
+    Both were sampled with the same noise, so a token is wrong only where the update has changed that draw. After a
+    wrong token `inner` drafts for the request until a few tokens agree again at the same positions. `inner` also drafts
+    after the last prefetched token, and for all requests without such tokens.
     """
 
     def __init__(self, inner: Drafter) -> None:
@@ -97,12 +97,12 @@ class RunAheadDrafter(Drafter):
 
 
 def listens(drafter: Drafter, hook: str) -> bool:
-    """Return whether the drafter does anything at that hook, which one that wraps another only passes on."""
+    """Return whether the innermost drafter implements that hook; wrappers only pass it on."""
     return getattr(type(innermost(drafter)), hook) is not getattr(Drafter, hook)
 
 
 def innermost(drafter: Drafter) -> Drafter:
-    """Return the one that others wrap."""
+    """Return the drafter inside all wrappers."""
     while isinstance(drafter, RunAheadDrafter):
         drafter = drafter.inner
     return drafter
@@ -110,7 +110,7 @@ def innermost(drafter: Drafter) -> Drafter:
 
 @dataclass(slots=True)
 class _Prefetched:
-    """The prefetched tokens, beside those of the response at the same positions."""
+    """The prefetched tokens of a request, and how they agree with its response."""
 
     token_ids: IntArray
     length: int = 0  # of the response
@@ -130,7 +130,7 @@ class _Prefetched:
 
     @property
     def agreed(self) -> int:
-        """How many of the last tokens agree."""
+        """Return how many of the last tokens agree."""
         return self.length - 1 - self.wrong_at
 
     @property
@@ -139,7 +139,7 @@ class _Prefetched:
 
     @property
     def match_length(self) -> int:
-        """What budgets tell apart: where all agree, where they agree again, and what an index finds."""
+        """Return the match length for budgets: all tokens agree, the last ones do again, or an index's match."""
         again = min(self.agreed, _AGREEING - 1)
         return REACH + 1 + (again if self.wrong_at >= 0 else _AGREEING + self.length)
 

@@ -1,4 +1,4 @@
-"""The admission of requests: in order of arrival, with preemption of the youngest, and what each row feeds into a pass."""
+"""Admission of requests in order of arrival, with preemption of the youngest, and the tokens each row feeds a pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Waiting requests enter while there are rows and slots; when slots run out, the youngest one goes back to the queue.
+    """Admits waiting requests while there are rows and slots; without slots it requeues the youngest.
 
     At most `max_running` requests run side by side, and a pass has at most `max_pass_tokens` tokens.
     """
@@ -41,7 +41,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """The requests that have no row yet; 0 where one of an earlier step is running, which none of them waits for."""
+        """Return the requests without a row; 0 while one of an earlier step runs, since none waits for it."""
         if not self._waiting:
             return 0
         first, running = self._waiting[0].step, (self._rows.request[row] for row in self.running)
@@ -62,7 +62,7 @@ class Admission:
     # -- before a pass -----------------------------------------------------------------------------------------------
 
     def admit(self) -> list[RolloutRequest]:
-        """Let requests enter while there is room for what they bring and one token a row; returns those that are new."""
+        """Admit requests while there is room for their tokens and one token a row; return the new ones."""
         new = []
         while self._waiting and len(self.running) < self._max_running:
             request = self._waiting[0]
@@ -159,7 +159,7 @@ class Admission:
         self.prefixes.leave(row)
 
     def withdraw(self, ids: Iterable[str] | None) -> tuple[list[Completion], list[Completion]]:
-        """Take requests out, the oldest first, None = all; those that have entered before, and those that never have."""
+        """Remove requests, the oldest first, None = all; return those that have entered and those that never have."""
         wanted = None if ids is None else set(ids)
         running = [row for row in self.running if wanted is None or self._rows.id(row) in wanted]
         started, fresh = [self.finish(row, "withdrawn") for row in running], []

@@ -52,7 +52,7 @@ class AttentionPlan:
     _additive: list[Tensor] | None = None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """query [N, heads, dim]; keys and values: a whole layer of the store, [slots, kv_heads, dim]. -> [N, heads, dim].
+        """Return [N, heads, dim] from query [N, heads, dim] and a layer's keys and values [slots, kv_heads, dim].
 
         Grouped-query heads ride along as extra query rows of their KV head, so keys are never repeated.
         """

@@ -134,7 +134,7 @@ class DirectForward:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, logit_indices: Tensor | None, plan: AttentionPlan | ComparedPlan
     ) -> Tensor:
-        """Return logits [M, V] of the tokens that count at `logit_indices` [M] (None = at all) of the packed tokens [N]."""
+        """Return logits [M, V] at `logit_indices` [M] (None = all) of the packed tokens [N]."""
         states = self.states(token_ids, positions, plan)
         return self.head(states if logit_indices is None else states[logit_indices])
 

@@ -1,4 +1,4 @@
-"""The engine's part of the drafting protocol: limits by its slots, and counts of what was accepted. E = emitting rows."""
+"""The engine's part of the drafting protocol: limits by its slots, and acceptance counts. E = emitting rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 
 
 class Drafting:
-    """The drafts of an engine's passes. Without a drafter, or with a budget of nothing, every pass is without drafts."""
+    """The drafts of an engine's passes; there are none without a drafter or with an empty budget."""
 
     def __init__(
         self, protocol: DraftingProtocol, rows: Rows, totals: EngineTotals, *, now: Callable[[], float]
@@ -65,7 +65,7 @@ class Drafting:
         return seconds
 
     def ask(self, row: IndexArray, *, spare: int, num_waiting: int) -> DraftBatch:
-        """Return what is verified below the roots of the rows `row` [E]: at most `spare` nodes in all. So many requests wait."""
+        """Return drafts to verify below rows `row` [E], at most `spare` nodes in all; `num_waiting` requests wait."""
         started = self._now()
         drafts = self._drafts(row, spare, num_waiting)
         seconds = self._now() - started
@@ -178,7 +178,10 @@ def _tally(
     by_depth: IndexArray,
     by_source: IndexArray,
 ) -> None:
-    """by_depth[0, d] counts drafts with nodes deeper than d, by_depth[1, d] those accepted as far; by_source as `_count` reads it."""
+    """Count into by_depth[0, d] the drafts deeper than d, into by_depth[1, d] those accepted that far.
+
+    `by_source` is laid out as `_count` reads it.
+    """
     for r in range(len(num_accepted)):
         deepest = 0
         for node in range(starts[r], starts[r + 1]):

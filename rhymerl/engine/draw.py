@@ -1,4 +1,4 @@
-"""The draw on the CPU: the race of engine/noise.py, compiled, at about a nanosecond a token, and the log-probs of what was sampled.
+"""The draw on the CPU: engine/noise.py's race, compiled, at about 1 ns a token, and log-probs of sampled tokens.
 
 engine/device_draw.py has it for other devices. A token can only win when w < p / p_best-so-far, and both a bound of
 that ratio and the leading 32 bits of w are cheap, so the logarithms are taken for a handful of tokens a row and the
@@ -92,7 +92,7 @@ def chosen_logprobs(
     tokens: npt.NDArray[np.int32],
     out: npt.NDArray[np.float64],
 ) -> None:
-    """out[i] = log_softmax(logits[rows[i]] * inverse_temperatures[i])[tokens[i]] in nats; NaN when a logit is, or is infinite."""
+    """Write out[i] = log_softmax(logits[rows[i]] * inverse_temperatures[i])[tokens[i]] in nats, or NaN."""
     block = 512
     term, exponent = np.empty(block, np.float32), np.empty(block, np.int32)
     power = exponent.view(np.float32)

@@ -1,4 +1,4 @@
-"""The forward pass of the engine: directly over the model's modules where that is proved to be the same, else by transformers."""
+"""The engine's forward pass: directly over the model's modules if proved equal, else through transformers."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class Forward:
             self._addresses = addresses
 
     def forget(self) -> None:
-        """Drop copies of weights that autocast has made; to be called before weights change, and when there is nothing more to do.
+        """Drop autocast's copies of weights; called before weights change, and when no more work is left.
 
-        Graphs read these copies, so that where there are graphs they stay, and are made anew in place.
+        With CUDA graphs, which read the copies, they stay and are renewed in place.
         """
         self._is_stale = self._is_tiled
         if not self._is_tiled:
@@ -114,7 +114,7 @@ class Forward:
 
     @property
     def tile_tokens(self) -> Callable[[int], int] | None:
-        """Return how tokens are to be laid out in tiles (see `lay_out`); None: they are not. To be asked within `ready`."""
+        """Return how tokens are laid out in tiles (see `lay_out`), or None; to be called within `ready`."""
         return self._tile_tokens if self._is_tiled else None
 
     @property
@@ -122,9 +122,9 @@ class Forward:
         return self._tile_tokens is not None and self._direct is not None
 
     def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits [M, V] of the tokens that may be sampled at every root and draft node, and the arrays `also` on the model's device.
+        """Return logits [M, V] at every root and draft node, and the arrays `also` on the model's device.
 
-        These travel with what the pass itself needs. On a CPU logits are float32 or better.
+        The arrays travel with the pass's own inputs. On a CPU logits are float32 or better.
         """
         with threads_for(self._operations * layout.num_tokens):
             logits, there = self._run(self._direct, self.store, layout, also, graphs=self._graphs)
@@ -197,7 +197,7 @@ class Forward:
         return torch.get_autocast_dtype(self._inputs.device.type) if self._is_cast() else self.model.dtype
 
     def _compare(self, kind: type[DirectForward]) -> bool:
-        """Return whether two prompts with a draft tree each get the same log-probs directly and by transformers; warn if not."""
+        """Return whether two prompts with draft trees get equal log-probs directly and by transformers; warn if not."""
         by_transformers, directly = (self._logprobs_of_example(each) for each in (None, kind))
         difference = (by_transformers - directly).abs().max().item()
         most = _SHARE[self._product_dtype()] * by_transformers.abs().max().item()
@@ -217,10 +217,11 @@ class Forward:
         return logits.double().log_softmax(-1)
 
     def _proved_tiles(self, kind: type[DirectForward]) -> Callable[[int], int] | None:
-        """Return how tokens are to be laid out in tiles, if attention by them gives in each layer what torch's gives of the same queries.
+        """Return how tokens are laid out in tiles, if tiled attention equals torch's in each layer.
 
-        None, with a warning, if it does not; also where it is not for this device. By layer, because what layers make
-        of a bfloat16's rounding depends on the model: two right kernels can be a nat apart.
+        Both get the same queries. Returns None, with a warning, if they differ; also where tiles are not for this
+        device. Layers are compared one by one, because what layers make of a bfloat16's rounding depends on the model:
+        two right kernels can be a nat apart.
         """
         dtype, name = self._product_dtype(), type(self.model).__name__
         if not takes_tiles(self._inputs.device, dtype):

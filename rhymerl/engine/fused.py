@@ -1,4 +1,4 @@
-"""Compiled steps of a Llama-like layer on a CPU in float32, for `engine/direct.py`: each replaces some ten small torch operations."""
+"""Compiled float32 CPU steps of a Llama-like layer, for `engine/direct.py`: each replaces ten torch operations."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def rotate_and_store(
     keys: SingleArray,
     values: SingleArray,
 ) -> None:
-    """Turn `query` [N, heads, dim] in place; put turned `key` and `value` [N, kv_heads, dim] into the store's `slots` [N].
+    """Rotate `query` [N, heads, dim] in place, and store rotated `key` and `value` at `slots` [N].
 
-    Rotary embedding (arXiv 2104.09864) in halves, as in Llama: `cos` and `sin` [N, dim] repeat themselves after dim /
-    2.
+    `key` and `value` are [N, kv_heads, dim]. Rotary embedding (arXiv 2104.09864) in halves, as in Llama: `cos` and
+    `sin` [N, dim] repeat themselves after dim / 2.
     """
     tokens, num_heads, dim = query.shape
     half = dim // 2

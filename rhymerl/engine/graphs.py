@@ -1,4 +1,4 @@
-"""Passes on a GPU as CUDA graphs: one launch in the place of some thousand, each of which takes the host longer than the GPU.
+"""Passes on a GPU as CUDA graphs: one launch instead of a thousand, each of which takes the host longer than the GPU.
 
 A graph is of a number of tokens and of tiles, to which a pass is padded, and is captured when these numbers come first.
 What a pass needs lies in one buffer at the same places every time. Rows, keys and draft trees are read from there, so
@@ -29,7 +29,7 @@ _MOST_TOKENS = 4096  # of a graph; in larger passes the GPU has so much to do th
 
 
 def rounded(num_tokens: int) -> int:
-    """Return the tokens of the graph for so many: a power of 2, or one of three sizes between two of them, so that at most a fifth is padding."""
+    """Return the tokens of the graph: a power of 2, or one of 3 sizes between two; at most a fifth is padding."""
     step = max(1 << (num_tokens - 1).bit_length() >> 3, 4) if num_tokens > 8 else 1
     return -(-num_tokens // step) * step
 

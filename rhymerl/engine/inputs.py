@@ -19,7 +19,7 @@ def on_host(device: torch.device) -> bool:
 
 
 class Inputs:
-    """Takes the arrays of a pass to a device without waiting for it: all in one copy, from memory that is pinned where there is CUDA."""
+    """Copies the arrays of a pass to a device at once, without waiting; from pinned memory if there is CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,7 +27,7 @@ class Inputs:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # the staging memory may be written again
 
     def put(self, arrays: Sequence[npt.NDArray[Any]], room_for: Callable[[int], Tensor] | None = None) -> list[Tensor]:
-        """Return the arrays as tensors of the device; those of a CPU share their memory.
+        """Return the arrays as tensors of the device; on a CPU these share the arrays' memory.
 
         `room_for` returns where they go, at least so many bytes (uint8); None: they get memory of their own.
         """
@@ -51,7 +51,7 @@ class Inputs:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _reserve(self, size: int) -> None:
-        """Make room for so many bytes; the copy before has read its own by then."""
+        """Make room for so many bytes; the copy before has been read by then."""
         if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
         if size > len(self._staging):

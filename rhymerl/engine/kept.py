@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class KeptRows:
-    """Rows whose environment is asked, by request id, until they are taken up again, forgotten, or others need the room."""
+    """Rows that wait for their environment, by request id, until they resume, are forgotten, or lose their room."""
 
     def __init__(self, rows: Rows, prefixes: PrefixTable) -> None:
         self._rows = rows

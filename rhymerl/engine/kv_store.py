@@ -1,4 +1,4 @@
-"""The one KV store: a slot holds one token's keys and values in every layer; whoever has the slot's number can read it."""
+"""The one KV store: a slot holds one token's keys and values in every layer and is read by its number."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SlotPool:
 
 
 class LayerStore(CacheLayerMixin):
-    """Keys and values of one layer, [num_slots, kv_heads, head_dim]; allocated by the first pass, which knows the shapes."""
+    """Keys and values of one layer, [num_slots, kv_heads, head_dim], allocated by the first pass."""
 
     is_compileable = False
     is_sliding = False
@@ -75,7 +75,7 @@ class LayerStore(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer for the attention to read."""
+        """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer for attention."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
@@ -110,7 +110,7 @@ class KVStore(Cache):
         super().__init__(layers=list(self.stores))
 
     def free(self) -> None:
-        """Let go of keys and values at once: stores and layers hold one another, until Python looks for such circles."""
+        """Free keys and values at once: stores and layers form reference cycles, which Python frees late."""
         for store in self.stores:
             store.keys = store.values = torch.empty(0)
             store.is_initialized = False

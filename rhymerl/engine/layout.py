@@ -35,7 +35,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassLayout:
-    """One packed pass over N tokens of the rows `row` [F], the feeding ones; E of them emit, K = draft nodes, M = E + K."""
+    """One packed pass over N tokens of the feeding rows `row` [F]; E rows emit, K = draft nodes, M = E + K."""
 
     row: IndexArray  # [F]
     chain: IndexArray  # [F] committed tokens fed
@@ -248,7 +248,7 @@ def _fill_bucket(
     queries: IndexArray,
     valid: BoolArray,
 ) -> None:
-    """Write what stands in `BucketLayout` about B rows, and which queries are real; `kv_slots` and `mask` come as zeros.
+    """Write the `BucketLayout` of B rows and which queries are real; `kv_slots` and `mask` come as zeros.
 
     A row feeds `chain` tokens and its draft, if it is an emitting one (`emitter` >= 0), `width` in all.
     """

@@ -25,7 +25,7 @@ def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) 
 
 
 def noise_counters(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the numbers to which a draw's response position is added before it is hashed, [n]; an engine needs only this."""
+    """Return the numbers, [n], to which a response position is added before hashing; an engine needs only these."""
     counters = np.empty(len(seeds), np.uint64)
     _hash(seeds, counters)
     return counters
@@ -63,14 +63,14 @@ def _fill_keys(counters: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64
 
 
 def noise_keys_on_device(counters: Tensor) -> Tensor:
-    """Return the keys of `noise_keys`, [n, 3] int64, from counters plus positions [n] int64 (the same 64 bits, signed)."""
+    """Return the keys of `noise_keys`, [n, 3] int64, from counters plus positions [n] int64 (signed, same bits)."""
     state = _splitmix64_tensor(counters)
     more = _splitmix64_tensor(state)
     return torch.stack([state & _MASK32, (state >> 32) & _MASK32, more & _MASK32], -1)
 
 
 def _splitmix64_tensor(value: Tensor) -> Tensor:
-    """Compute splitmix64 on int64, whose products and sums wrap as those of uint64 do.
+    """Compute splitmix64 on int64, whose products and sums wrap like uint64's.
 
     `>>` copies the sign, so that is masked out.
     """
@@ -90,7 +90,7 @@ def _mix32(value: Tensor) -> Tensor:
 
 
 def log_race_times(keys: Tensor, vocabulary: int) -> Tensor:
-    """Return log E of every token, [n, vocabulary] float64, from keys [n, 3] int64: the reference that the compiled draw repeats."""
+    """Return log E of every token, [n, vocabulary] float64, from keys [n, 3] int64; the compiled draw's reference."""
     tokens = torch.arange(vocabulary, device=keys.device)
     high = _mix32((_mix32(tokens ^ keys[:, :1]) + keys[:, 1:2]) & _MASK32)
     low = _mix32(high ^ keys[:, 2:])

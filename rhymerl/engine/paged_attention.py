@@ -38,7 +38,7 @@ def suits_paging(width: IndexArray, num_keys: IndexArray) -> npt.NDArray[np.bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayout:
-    """The slots that the N tokens of a pass see: the leading slots of their row, and below its root their ancestors in the draft tree."""
+    """The slots that a pass's N tokens see: their row's leading slots and, in a draft, their ancestors."""
 
     table: IndexArray  # [R, C] slots of every row, as in `Rows`
     row: IndexArray  # [N] line of the table; below 0 for tokens that are left to others
@@ -140,7 +140,10 @@ def attend(
     scale: float,
     out: FloatingArray,
 ) -> None:
-    """out = softmax(scale * query @ keys) @ values; query and out [N, heads, dim], keys and values [slots, kv_heads, dim]."""
+    """Write out = softmax(scale * query @ keys) @ values.
+
+    Query and out are [N, heads, dim], keys and values [slots, kv_heads, dim].
+    """
     num_tokens, num_heads, dim = query.shape
     groups = num_heads // keys.shape[1]
     longest = num_tokens

@@ -1,4 +1,4 @@
-"""The drafting protocol: ask, check, trim, learn. Every engine drafts by it, ours, SGLang's and the replay of recorded answers."""
+"""The drafting protocol: ask, check, trim, learn; used by our engine, SGLang's and the replay of recorded answers."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class DeviceSampler:
 
 
 def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:
-    """Return what a draw at every logit of a pass needs, each [M]: counters, scales of the draw and of its log-prob, and rules if any row has some."""
+    """Return a draw's inputs, each [M]: counters, scales of draw and log-prob, and rules if any row has some."""
     row = layout.row[layout.emits][layout.logit_row]
     positions = rows.length[row] - rows.prompt_length[row] + layout.logit_level
     counters = (rows.counter[row] + positions.astype(np.uint64)).view(np.int64)

@@ -1,4 +1,4 @@
-"""What drafts are worth: the time that answers took against the time that the same answers would have taken without drafts.
+"""The speed-up of drafts: the time that answers would have taken without drafts, over the time that they took.
 
 Drafts change no token, so the passes without them are known (budgets/timeline.py). What such a pass takes is learned
 from the run's own passes, of which some are without drafts (`is_due_plain`). What the drafter and the budget take of a
@@ -35,7 +35,7 @@ _STRIDE = 17  # passes by which they move from version to version, so that short
 
 
 def is_due_plain(policy_version: int, pass_number: int) -> bool:
-    """Return whether the pass goes without drafts, so that their worth can be told; `pass_number` counts since the rollout began.
+    """Return whether the pass goes without drafts, for comparison; `pass_number` counts from the rollout's start.
 
     It depends on nothing else, so a resumed run does it in the same passes.
     """
@@ -56,7 +56,10 @@ class _Answer:
 
 
 class SpeedupMeter:
-    """Compares passes with what the same answers would have taken without drafts, by the engine's clock `now`; those of evaluations are left out."""
+    """Compares passes with the passes that the same answers would have taken without drafts.
+
+    Times are those of the engine's clock `now`; passes of evaluations are left out.
+    """
 
     def __init__(self, max_running: int, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._max_running = max_running
@@ -100,7 +103,7 @@ class SpeedupMeter:
         self._passes.append(record)
 
     def report(self, progress: Mapping[str, int]) -> dict[str, float]:
-        """Return the metrics since the last report; `progress` are the tokens of all requests that are waiting or running.
+        """Return the metrics since the last report; `progress` are the tokens of waiting and running requests.
 
         Nothing is said before passes of both kinds are known. Later, short rollouts are compared together (`_LEAST_S`).
         """

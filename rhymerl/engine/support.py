@@ -1,4 +1,4 @@
-"""The models that the engine may run (named reasons first, then a proof on the model itself), and the requests that it takes."""
+"""The models and requests that the engine accepts: named reasons first, then a proof on the model itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _cannot_run(model: PreTrainedModel) -> str:
 
 
 def prove_engine(model: PreTrainedModel) -> None:
-    """Run a small random tree in one packed pass and each of its paths through the model alone, both in float32 at least.
+    """Compare a packed pass over a small random tree with passes over each of its paths, in float32 at least.
 
     Raises ConfigError when they differ (some part of this model reads more than the tokens on its own path), and when
     the model cannot be run in such a pass at all. What float32 does not tell from rounding is computed again in
@@ -118,7 +118,7 @@ def _extremes(request: RolloutRequest) -> tuple[int, int]:
 
 
 def refuse_impossible(request: RolloutRequest, context: int, *, vocabulary: int | None = None) -> None:
-    """Raise ConfigError for a request that could never be answered within `context` tokens, of which there are `vocabulary`."""
+    """Raise ConfigError for a request that could never be answered within `context` tokens and `vocabulary` ids."""
     sampling, generated = request.sampling, request.output
     num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:

@@ -1,4 +1,4 @@
-"""What each token of a pass sees, for engine/triton_attention.py: leading slots of its row, and its ancestors in the draft as bits."""
+"""What each token of a pass sees, for engine/triton_attention.py: its row's leading slots, and ancestors as bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tile(
     *,
     most: int,
 ) -> TileLayout | None:
-    """Return the tiles of a pass, whose slots the rows know already; None where a draft has more nodes than there are bits."""
+    """Return the tiles of a pass, whose slots the rows know already; None if a draft has more nodes than bits."""
     if len(drafts.counts) and drafts.counts.max() > MOST_NODES:
         return None
     start = np.zeros(len(row), np.int64)
@@ -71,7 +71,7 @@ def _fill(
     ancestors: npt.NDArray[np.int64],
     kv_slots: npt.NDArray[np.int32],
 ) -> None:
-    """Write what stands in `TileLayout`; a row feeds `chain` tokens and a draft whose nodes begin at `start`, `width` in all."""
+    """Write a `TileLayout`: a row feeds `chain` tokens and a draft with nodes from `start`, `width` in all."""
     n, t, begin = 0, 0, 0
     for f in range(len(row)):
         before, root = cached[row[f]], cached[row[f]] + chain[f]

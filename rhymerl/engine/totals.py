@@ -16,7 +16,7 @@ def _by_depth() -> npt.NDArray[np.int64]:
 
 
 class PassRecord(NamedTuple):
-    """One pass, for whoever counts or measures."""
+    """One pass, for observers that count or measure."""
 
     rows: int  # requests that sampled tokens
     nodes: int

@@ -1,7 +1,8 @@
-"""Attention of a pass as a Triton kernel: keys and values are read where they are stored, and nothing is gathered, padded or masked beforehand.
+"""Attention of a pass as a Triton kernel that reads keys and values where they are stored.
 
-A tile is a few tokens of one row with all query heads of a key head. It walks over the row's slots with a running
-softmax (Milakov and Gimelshein, arXiv 1805.02867). Imported where a device is one that Triton knows.
+Nothing is gathered, padded or masked beforehand. A tile is a few tokens of one row with all query heads of a key head.
+It walks over the row's slots with a running softmax (Milakov and Gimelshein, arXiv 1805.02867). Imported where a device
+is one that Triton knows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MANY, _FEW = 64, 16  # lines of a tile: tokens times query heads of a key head
 
 
 def tokens_of_a_tile(groups: int, dtype: torch.dtype, *, widest: int) -> int:
-    """Return how many tokens share a tile where a key head has `groups` query heads and a row feeds `widest` tokens at most."""
+    """Return the tokens per tile for `groups` query heads a key head and rows of at most `widest` tokens."""
     padded: int = triton.next_power_of_2(groups)
     few = max(_FEW // padded, 1)
     is_small = widest <= few or dtype == torch.float32  # whose products take too many registers otherwise
@@ -40,10 +41,11 @@ def attend(
     *,
     most: int,
 ) -> Tensor:
-    """Return softmax(scale * query @ keys) @ values, [N, heads, dim] in the values' dtype; query [N, heads, dim], keys and values [slots, kv_heads, dim].
+    """Return softmax(scale * query @ keys) @ values, [N, heads, dim] in the values' dtype.
 
-    The other arrays are those of a `TileLayout`, with `most` tokens a tile; what a token of no tile gets is undefined.
-    Products are of the values' dtype. One launch, which waits for nothing.
+    query is [N, heads, dim], keys and values are [slots, kv_heads, dim]. The other arrays are those of a `TileLayout`,
+    with `most` tokens a tile; what a token of no tile gets is undefined. Products are of the values' dtype. One launch,
+    which waits for nothing.
     """
     num_heads, dim = query.shape[1:]
     kv_heads = keys.shape[1]

@@ -8,11 +8,11 @@ what the race has for it. u = 2^-24 is the rounding of a float32, and log2 is ta
 |log2|) at most (CUDA's are better).
 
 - w and 1 - w come from all 64 bits, each within 2.5 u of itself. Below w = 1/4 E is w times a polynomial (0.1 u),
-  within 10 u; above
-  it is -log(1 - w) >= 0.287, within 2.5 u / 0.287 + 0.7 * 2^-21 / 0.287 + 2 u. Both are below 2^-19 of E.
+  within 10 u; above it is -log(1 - w) >= 0.287, within 2.5 u / 0.287 + 0.7 * 2^-21 / 0.287 + 2 u. Both are below 2^-19
+  of E.
 - w >= 2^-65 and 1 - w >= 2^-32, hence |log E| <= 45.1 and it is wrong by less than 2^-19 + 45.1 * (2^-21 + 2 u) <
-  2^-15. Tokens
-  with 1 - w < 2^-32, one in 2^32, are not raced: there the reference itself has only some bits of 1 - w, and they are scored in float64.
+  2^-15. Tokens with 1 - w < 2^-32, one in 2^32, are not raced: there the reference itself has only some bits of 1 - w,
+  and they are scored in float64.
 - Logit times 1 / T is wrong by 2.01 u * (|S| + 45.1), and the sum by u * |s|.
 
 Hence |s - S| < 2^-14 + 2^-22 * |S|. Where the best two of a split are more than twice that apart, which is all but
@@ -125,7 +125,7 @@ def _noise(tokens, k0, k1, k2):
 
 @triton.jit
 def _log2(value, fast: tl.constexpr):
-    """log2 in float32; `fast` is NVIDIA's one instruction, wrong by 2^-22 * max(1, |log2|) at most, in place of some twenty."""
+    """Return log2 in float32; `fast` is one NVIDIA instruction for twenty, wrong by <= 2^-22 * max(1, |log2|)."""
     if fast:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [value], tl.float32, is_pure=True, pack=1)
     else:
@@ -164,7 +164,7 @@ def _scores_64(logits, scale, high, low):
 
 @triton.jit
 def _margin(best):
-    """How far below the best float32 score the winner may be; twice the bound on twice the error, at the top of this file."""
+    """Return how far the winner may be below the best float32 score: twice the bound on twice the error (see above)."""
     return 2.0**-12 + 2.0**-20 * tl.abs(best)
 
 
@@ -200,9 +200,10 @@ def _race(
     logits, counters, inverse_temperatures, logprob_scales, temperatures, cutoffs, winners, norms, stride, vocabulary, chunk,
     truncates: tl.constexpr, fast: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Write the best token of a split of a row (_NONE where all are ruled out), its largest logit and the sum of exp relative to that.
+    """Write the best token of a row's split, its largest logit and the sum of exp relative to that.
 
-    Each lane keeps its own best and second best score, and its own running sum, so that lanes meet only at the end.
+    The token is _NONE if all are ruled out. Each lane keeps its own best and second best score, and its own running
+    sum, so that lanes meet only at the end.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = logits + row * stride
@@ -276,7 +277,7 @@ def _finish(
     logits, counters, inverse_temperatures, logprob_scales, winners, norms, out, logprobs, stride, num_splits,
     width: tl.constexpr,
 ):  # fmt: skip
-    """Write the best of a row's splits, the smallest id of equals and 0 where nothing may be sampled, and its log-prob."""
+    """Write the best token of a row's splits, the smallest of equals, 0 if none may be sampled, and its log-prob."""
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride
     k0, k1, k2 = _keys(tl.load(counters + row))

@@ -33,7 +33,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def find_cutoffs(logits: Tensor, truncation: Truncation, *, block: int = _BLOCK) -> Tensor:
-    """Return [n, 2] int32: of logits [n, V] those are kept that rank above the first number, or are equal to it up to the second as id."""
+    """Return [n, 2] int32: the cutoff rank of each row of logits [n, V], and the last id kept at that rank.
+
+    Logits that rank above the first number are kept, and equal ones up to the second as id.
+    """
     n, vocabulary = logits.shape
     cutoffs = torch.empty((n, 2), dtype=torch.int32, device=logits.device)
     rules = (truncation.temperatures, truncation.top_k, truncation.top_p, truncation.min_p)
@@ -67,7 +70,10 @@ def _quotients(line, tokens, vocabulary, temperature):
 
 @triton.jit
 def _survey(line, vocabulary, temperature, block: tl.constexpr):
-    """The largest logit / T, the smallest rank above that of -inf, the number of such tokens, and their mass: sum of exp(.. - largest)."""
+    """Return the largest logit / T, the lowest rank above that of -inf, the number of such tokens, and their mass.
+
+    Mass is the sum of exp(.. - largest).
+    """
     top = tl.full((block,), _LOWEST, tl.float32)
     total = tl.zeros((block,), tl.float32)
     least = tl.full((block,), _ALL, tl.int32)
@@ -105,10 +111,10 @@ def _above(line, vocabulary, temperature, top, first, second, third, block: tl.c
 def _search(
     line, vocabulary, temperature, top, low, high, num_low, mass_low, target, by_mass: tl.constexpr, block: tl.constexpr
 ):
-    """Find the largest rank in [low, high) from which up the number or mass of tokens is at least the target; `high` has none above it.
+    """Find the largest rank in [low, high) at or above which number or mass of tokens reaches the target.
 
-    Returns it, and number and mass of what is at least that and of what is more. Any rank between two tokens is as good
-    as the next.
+    No token has rank `high` or more. Returns it, and number and mass of what is at least that and of what is more. Any
+    rank between two tokens is as good as the next.
     """
     num_high, mass_high = num_low * 0, mass_low * 0.0
     while (high - low > 1) & (num_low - num_high > 1):

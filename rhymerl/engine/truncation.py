@@ -18,7 +18,7 @@ class Truncation:
     min_p: Tensor
 
     def part(self, which: slice) -> Truncation:
-        """Return that of some draws."""
+        """Return the truncation of some draws."""
         return Truncation(
             temperatures=self.temperatures[which],
             top_k=self.top_k[which],

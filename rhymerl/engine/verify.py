@@ -25,7 +25,7 @@ _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The tokens that a pass emitted. E = emitting rows (as in `PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
+    """The tokens of a pass. E = emitting rows (`PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
 
     index: IndexArray  # [T] the logits that each token was sampled from, row by row
     emitter: IndexArray  # [T] which of the E

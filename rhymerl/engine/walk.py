@@ -1,4 +1,4 @@
-"""The walk down draft trees along tokens that are known: recorded ones, or those that an engine has sampled meanwhile."""
+"""Verification of draft trees against known tokens: recorded ones, or those that an engine has sampled since."""
 
 from __future__ import annotations
 

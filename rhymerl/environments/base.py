@@ -60,15 +60,16 @@ class Environment(ABC):
         return ()
 
     def prepare(self, tokenizer: Any) -> Self:
-        """Return the environment for this tokenizer. Called once, in the trainer's process, before a run computes anything.
+        """Return the environment for this tokenizer.
 
-        Raises ValueError, in one line that names the argument, where the environment cannot work here.
+        Called once, in the trainer's process, before any compute. Raises ValueError, in one line that names the
+        argument, where the environment cannot work here.
         """
         return self
 
     @property
     def has_sessions(self) -> bool:
-        """Whether `open` returns sessions: by default, whether a subclass has written it. Their replies are not remembered."""
+        """Return whether `open` returns sessions, by default if a subclass has it; then replies are not remembered."""
         return type(self).open is not Environment.open
 
     @abstractmethod
@@ -93,7 +94,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def pure(function: Function) -> Function:
-    """Mark a tool of which equal arguments always get equal results: `@pure`. Replies of such tools alone are remembered."""
+    """Mark a tool as pure, `@pure`: equal arguments get equal results. Only replies of such tools are remembered."""
     function.is_pure = True  # type: ignore[attr-defined]
     return function
 
@@ -104,5 +105,5 @@ def has_sessions(environment: object) -> bool:
 
 
 def is_remembered(environment: object) -> bool:
-    """Return whether its replies may be remembered: an environment, or a task that replies, says that it is a pure function."""
+    """Return whether replies may be remembered: the environment, or a task that replies, declares itself pure."""
     return bool(getattr(environment, "is_pure", False)) and not has_sessions(environment)

@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def prepared(given: Any, tokenizer: PreTrainedTokenizerBase) -> Environment | None:
-    """Return an environment, or that of a config node, as it works with this tokenizer. Raises ConfigError where it cannot."""
+    """Return an environment, or a config node's, prepared for this tokenizer. Raises ConfigError if it cannot be."""
     if given is None:
         return None
     environment: Environment = instantiate(given, key="environment", kind=Environment)
@@ -33,7 +33,7 @@ def prepared(given: Any, tokenizer: PreTrainedTokenizerBase) -> Environment | No
 
 
 def environment_of(given: Environment | None, task: Task | None) -> Any:
-    """Return what is asked when a turn has ended: what is given, else a task that replies; None where answers are of one turn."""
+    """Return who replies when a turn has ended: `given`, else a task that replies, else None (answers of one turn)."""
     if given is not None:
         return given
     return task if task is not None and type(task).reply is not Task.reply else None

@@ -75,7 +75,7 @@ _END_OF_THOUGHTS = r"(?P<thoughts></think>|\[/THINK\])"
 
 
 class _Syntax:
-    """A family that writes JSON: what stands before a call, perhaps with its name and id, and what must stand behind it."""
+    """A family that writes JSON: the text before a call, perhaps with its name and id, and the text after it."""
 
     def __init__(self, opening: str, end: str, *, end_in_words: str) -> None:
         self.opening = re.compile(f"{opening}|{_END_OF_THOUGHTS}")
@@ -178,7 +178,7 @@ _TAG = re.compile(
 
 
 def _xml(text: str) -> Iterator[ToolCall | None]:
-    """`<function=add><parameter=a>\n1\n</parameter></function>`. All values are text, and only `</parameter>` ends one."""
+    """Yield `<function=add><parameter=a>\n1\n</parameter></function>`; all values are text, ended by `</parameter>`."""
     name = parameter = ""
     begin = 0
     arguments: dict[str, str] = {}

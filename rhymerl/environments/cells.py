@@ -1,4 +1,4 @@
-"""Runs cells of a notebook. This file is read as text and runs in a sandbox, so it imports the standard library only."""
+"""Runs cells of a notebook; read as text and run in a sandbox, so this file imports the standard library only."""
 
 from __future__ import annotations
 

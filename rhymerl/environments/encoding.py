@@ -133,7 +133,7 @@ class ReplyEncoder:
         return messages
 
     def boundary(self, content: str | Messages, location: str) -> Boundary:
-        """Return where such a reply begins. Raises DataError where the template does not append each of its messages, in order."""
+        """Return where such a reply begins. Raises DataError unless the template appends its messages in order."""
         if isinstance(content, str):
             return Boundary(end_id=self._eos_id, end_text=self.text_of(self._eos_id), ended_by=self._eos_id)
         roles = tuple(message["role"] for message in content)

@@ -85,7 +85,7 @@ class Episodes:
         return replace(request, sampling=replace(request.sampling, max_tokens=len(output) + left), may_go_on=True)
 
     def after_turn(self, request: RolloutRequest, output: Output) -> Output:
-        """Return what the engine has of a request as it stands in the episode: where it stopped, only a turn has ended."""
+        """Return the engine's output as part of the episode: where the engine stopped, only a turn has ended."""
         if output.finish_reason == "stop":
             return replace(output, finish_reason="turn")
         if output.finish_reason != "length":
@@ -108,7 +108,7 @@ class Episodes:
             self._pool.forget(name)
 
     def replied(self, timeout_s: float | None) -> list[tuple[str, Output]]:
-        """Return the answers to which there is a reply, each with it behind its turn, or finished; wait so long for the first.
+        """Return the answers with a reply, appended or finished; wait at most `timeout_s` for the first.
 
         In lockstep all replies are waited for, so that nothing follows the clock.
         """

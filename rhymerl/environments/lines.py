@@ -1,4 +1,4 @@
-"""The messages of an environment's process: lines of JSON, each checked. Its pipe is open to whatever an environment does."""
+"""The messages of an environment's process: lines of JSON, each checked, since environments may write to its pipe."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Processes that ask an environment, which may raise, hang or kill its process: that costs the episode it is asked about.
+"""Processes that call an environment.
 
-No thread: whoever calls `replied` moves calls out and answers in.
+If it raises, hangs or kills its process, only the episode concerned fails. No thread: whoever calls `replied` moves
+calls out and answers in.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MOST_STARTS = 5  # of a process, one after another, that come to nothing
 
 
 class Replied(NamedTuple):
-    """What came of a call: a reply, or what it failed with. It `took_s` after it had `waited_s - took_s` for its process."""
+    """The outcome of a call, reply or failure: it waited `waited_s - took_s` for its process, then `took_s`."""
 
     episode: str
     reply: Reply | None
@@ -234,7 +235,7 @@ class EnvironmentPool:
         return self._flush(process)
 
     def _flush(self, process: _Process) -> bool:
-        """Send what a process reads without waiting; returns whether it is there. One that has died is lost, with what it had."""
+        """Send what a process reads without waiting; return whether it is alive. A dead one loses its calls."""
         try:
             while process.unsent:
                 del process.unsent[: os.write(process.connection.fileno(), process.unsent)]

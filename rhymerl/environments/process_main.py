@@ -90,7 +90,7 @@ def _beat(emit: Callable[[bytes], None]) -> None:
 
 
 class _LiveSession:
-    """A live session of an episode, which one call at a time may use, and how many of its turns it has been asked about."""
+    """A live session of an episode, for one call at a time, and the number of turns that it was asked about."""
 
     def __init__(self, environment: Any, done: Callable[[Any], Any]) -> None:
         self.num_asked = 0  # the calls under way included
@@ -121,7 +121,7 @@ class _LiveSession:
 
 
 class _Replies:
-    """An environment, and the sessions of its episodes. A session that is not there, or is elsewhere in its episode, is replaced."""
+    """An environment and its episodes' sessions; one that is missing, or elsewhere in its episode, is replaced."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

@@ -1,4 +1,4 @@
-"""Prove, before a run, that a chat template only appends: tokens kept turn by turn are those of one rendering of the whole."""
+"""Proof, before a run, that a chat template only appends: tokens kept turn by turn equal one rendering of the whole."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prove(encoder: ReplyEncoder, roles: Sequence[str], *, opening: Messages = ()
 
 
 def _difference(encoder: ReplyEncoder, opening: Messages, turns: Sequence[_Turn]) -> str | None:
-    """Say where an episode's tokens, kept turn by turn, differ from one rendering. Raises DataError for a reply that cannot be."""
+    """Say where an episode's tokens, kept by turn, differ from one rendering. Raises DataError for an invalid reply."""
     text = encoder.chat.render(opening, _LOCATION)
     kept = encoder.chat.token_ids(text, _LOCATION)
     for number, turn in enumerate(turns):

@@ -86,7 +86,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 
 
 class Python:
-    """A notebook: `python` runs code in a sandbox, see `rhymerl.rewards.sandbox`, and keeps its variables for the episode.
+    """A notebook: `python` runs code in a sandbox (`rhymerl.rewards.sandbox`) and keeps variables for the episode.
 
     Nothing outlives a call. Each runs all earlier code of the episode again, without its output, and then its own; so
     the variables are a function of the transcript, up to what the code itself reads of clocks and random numbers. Code

@@ -10,7 +10,7 @@ from rhymerl.environments.base import Reply
 
 
 def checked_reply(value: Any) -> Reply:
-    """Return what an environment returned as plain data. Raises TypeError or ValueError, in one line, for what no reply is."""
+    """Return an environment's reply as plain data. Raises TypeError or ValueError, in one line, for invalid ones."""
     reply = value if isinstance(value, Reply) else Reply(content=value)
     content: Any = reply.content
     if isinstance(content, Mapping):

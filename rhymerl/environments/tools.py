@@ -97,7 +97,7 @@ class Tools(Environment):
         return list(dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None))
 
     def prepare(self, tokenizer: Any) -> Self:
-        """Raises ValueError where nothing says how the policy writes calls, and for a class of which no object can be made."""
+        """Raise ValueError if nothing says how the policy writes calls, and for a class that cannot be instantiated."""
         for owner in self.owners:
             with Attempt() as attempt:
                 _close(owner())

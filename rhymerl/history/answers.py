@@ -19,15 +19,16 @@ _ROUNDING = 1e-9  # of a weighted sum of rewards
 
 
 def are_alike(rewards: Sequence[float]) -> bool:
-    """Return whether the answers of a group are equally good, up to rounding; those without a reward (NaN) do not count."""
+    """Return whether a group's rewards are equal, up to rounding; answers without a reward (NaN) do not count."""
     known = [reward for reward in rewards if not isnan(reward)]
     return not known or max(known) - min(known) <= _ROUNDING
 
 
 def group_advantages(rewards: Sequence[float]) -> FloatArray:
-    """Return how much better than its group each answer was, [G], in standard deviations; 0 where all are alike, and without a reward.
+    """Return each answer's advantage over its group, [G], in standard deviations.
 
-    This is the history's own measure, whatever the algorithm's is: it only tilts which earlier answer a draft follows.
+    It is 0 if all are alike, and without a reward. This is the history's own measure, whatever the algorithm's is: it
+    only tilts which earlier answer a draft follows.
     """
     values = np.asarray(rewards, np.float64)
     known = values[~np.isnan(values)]
@@ -35,7 +36,7 @@ def group_advantages(rewards: Sequence[float]) -> FloatArray:
 
 
 def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, list[Answer]]]:
-    """Yield the scored answers of a step by prompt, in the order in which prompts first occur; a repeated prompt is one."""
+    """Yield a step's scored answers by prompt, in order of first occurrence; a repeated prompt is one."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt.key, []).append(sample)

@@ -1,4 +1,4 @@
-"""The entries of a store: what it knows of one prompt, and since which version."""
+"""The entries of a store: each prompt's answers, and the versions since which they are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """A prompt and its answers, oldest epoch first, then by sample. Versions are those of the store."""
+    """A prompt and its answers, oldest epoch first, then by sample. Versions are the store's."""
 
     token_ids: IntArray  # [P]
     answers: dict[AnswerKey, Answer] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Entry:
 
 
 class EvictionLog:
-    """The log of prompts that readers have to forget; it keeps the `size` newest. Readers behind `start` cannot be told."""
+    """The newest `size` prompts that readers have to forget; readers behind `start` need a snapshot."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -87,7 +87,7 @@ def newer(values: dict[Name, Value], version: int, version_of: Callable[[Value],
 
 
 def merge_answers(known: Mapping[AnswerKey, Answer], answers: Iterable[Answer]) -> dict[AnswerKey, Answer]:
-    """Return one answer an (epoch, sample), in their order: that of the newer policy, else the one that came first."""
+    """Return one answer per (epoch, sample), in order: the newer policy's, else the first one."""
     chosen = dict(known)
     for answer in answers:
         location = answer.epoch, answer.sample

@@ -42,7 +42,7 @@ def write_sections(path: str | Path, sections: Mapping[str, bytearray], *, token
 
 
 def read_sections(path: str | Path, *, tokenizer: str | None) -> dict[str, bytes]:
-    """Return all sections, checked; `tokenizer` None takes those of any. Raises DataError naming the file and what is wrong with it."""
+    """Return all sections, checked; `tokenizer` None accepts any. Raises DataError naming the file and its defect."""
     location = f"history file {str(path)!r}"
     try:
         with Path(path).open("rb") as file:
@@ -58,7 +58,7 @@ def to_bytes(sections: Mapping[str, bytearray]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, bytes]:
-    """The inverse of `to_bytes`, checked as a file is. Raises DataError."""
+    """Return the inverse of `to_bytes`, checked as a file is. Raises DataError."""
     return _read(io.BytesIO(content), "history message", None)
 
 
@@ -109,7 +109,7 @@ def _read_header(file: BinaryIO, location: str) -> _Header:
 
 
 def _parsed(content: bytes, location: str) -> _Header:
-    """A checksum does not say who wrote the header."""
+    """Return the parsed header, checked: its checksum does not say who wrote it."""
     try:
         known = json.loads(content)
         sections = [(name, num_bytes, checksum) for name, num_bytes, checksum in known["sections"]]

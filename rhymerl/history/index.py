@@ -39,7 +39,7 @@ class SuffixIndex:
     """
 
     def __init__(self, prompts: Sequence[IntArray], answers: Sequence[IntArray]) -> None:
-        """Sorts all positions, with the GIL released: about 0.1 us a token. `prompts` are those of the answers, one of each."""
+        """Sort all positions without the GIL, at 0.1 us a token; `prompts` are those of the answers, one of each."""
         pieces: list[IntArray] = []
         behind = np.array([NO_TOKEN], np.int32)
         tails = {id(prompt): _tail(prompt) for prompt in prompts}  # a prompt mostly has several answers
@@ -81,9 +81,10 @@ class SuffixIndex:
     def matches(
         self, query: IntArray, ends: IndexArray, *, most: int, shortest: int = 1, longest: int = REACH
     ) -> Matches:
-        """Return the `most` positions with the longest suffixes shared with what ends before query[ends[r]], from `shortest` tokens up.
+        """Return the `most` positions with the longest suffixes shared with the text before query[ends[r]].
 
-        Before every end there must be REACH entries in `query`. A shared suffix counts as `longest` tokens at most.
+        Shared suffixes have at least `shortest` tokens. Before every end there must be REACH entries in `query`. A
+        shared suffix counts as `longest` tokens at most.
         """
         if not self.num_tokens:
             most = 0  # an index over nothing costs nothing
@@ -136,7 +137,7 @@ class LiveIndex(SuffixIndex):
         return super().bytes + self.ends.nbytes + self._sorted_ends.nbytes + self._tail.nbytes
 
     def open(self) -> int:
-        """A new, empty answer; returns its row."""
+        """Add an empty answer; return its row."""
         start = self._rows_begin + (len(self.starts) - 1) * self._width + REACH
         if start + self._width > len(self.text):
             more = np.empty(max(len(self.text), self._width), np.int32)
@@ -188,7 +189,7 @@ class LiveIndex(SuffixIndex):
         self.text, self._width = text, width
 
     def _make_room(self, num_tokens: int) -> None:
-        """Spare blocks for the worst case: all blocks split that may be filled, and their halves for every half block of tokens."""
+        """Make spare blocks for the worst case: all full blocks split, and halves for every half block of tokens."""
         order, fill, sequence, used = self.blocks
         num_blocks = int(used[0])
         num_near = int(np.count_nonzero(fill[:num_blocks] + num_tokens >= BLOCK))

@@ -1,4 +1,4 @@
-"""Prompts and their answers, or the changes of a history, as a few flat columns of bytes: for checkpoints, files and messages."""
+"""Prompts and answers, or a history's changes, as a few flat columns of bytes: for checkpoints, files, messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PackedPrompt:
 
 
 def pack(prompts: Iterable[PackedPrompt]) -> Sections:
-    """One column of bytes a field, little-endian, prompts and answers in their order."""
+    """Return one column of bytes a field, little-endian, prompts and answers in their order."""
     listed = list(prompts)
     answers = [answer for prompt in listed for answer in prompt.answers]
     columns: dict[str, Any] = {
@@ -70,7 +70,7 @@ def pack(prompts: Iterable[PackedPrompt]) -> Sections:
 
 
 def unpack(sections: Mapping[str, Any]) -> list[PackedPrompt]:
-    """The inverse of `pack`; values are anything with a buffer. Raises ValueError when they do not fit together."""
+    """Return the inverse of `pack`; values are buffers. Raises ValueError when they do not fit together."""
     names = _names(sections)
     columns = {name: _column(sections, name) for name in _COLUMNS}
     _check_lengths(columns, len(names))
@@ -93,7 +93,7 @@ def pack_delta(delta: HistoryDelta) -> Sections:
 
 
 def unpack_delta(sections: Mapping[str, Any]) -> HistoryDelta:
-    """The inverse of `pack_delta`. Raises ValueError as `unpack` does."""
+    """Return the inverse of `pack_delta`. Raises ValueError as `unpack` does."""
     prompts, numbers = unpack(sections), _column(sections, _CHANGES)
     if len(numbers) != 2 * (1 + len(prompts)) or (numbers < 0).any() or (numbers[1::2] > 1).any():
         raise ValueError(f"its column {_CHANGES!r} does not fit its prompts, or has a number that is none of a change")

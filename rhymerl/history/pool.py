@@ -14,7 +14,7 @@ Prompt = TypeVar("Prompt")
 
 
 def pooled(newest_first: Iterable[tuple[Prompt, Sequence[Answer]]]) -> list[tuple[Prompt, list[Answer]]]:
-    """Return the pool of these prompts: the newest epoch of each, then the one before of each, and so on while there is room.
+    """Return these prompts' pool: each one's newest epoch, then each one's epoch before, while there is room.
 
     The answers to a prompt stand with the oldest epoch first. Those of the prompt that was answered last are first in.
     """

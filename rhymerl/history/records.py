@@ -72,7 +72,7 @@ class HistoryDelta:
         return iter(self.changes)
 
     def parts(self, most_tokens: int) -> Iterator[HistoryDelta]:
-        """Yield it in parts that are applied one after the other, each of at most so many tokens, or of one prompt."""
+        """Yield the change in parts, to be applied in order, of at most so many tokens or of one prompt."""
         is_snapshot, changes, size = self.is_snapshot, list[PromptChange](), 0
         for change in self.changes:
             tokens = len(change.prompt_token_ids) + sum(map(len, change.added))

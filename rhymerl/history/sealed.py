@@ -126,7 +126,7 @@ class SealedHistory:
         return self._builder.submit(build)
 
     def settle(self, name: Name, *, wait: bool = True) -> None:
-        """Let the prompt's newest index take its place, once it is built (`wait`) or if it is; a small one is built on the spot."""
+        """Install the prompt's newest index if it is built, or once it is (`wait`); build a small one at once."""
         if name in self._stale:
             if wait or self._is_small(name):
                 self._stale.discard(name)
@@ -162,7 +162,7 @@ class SealedHistory:
         return sum(sealed.bytes for sealed in (*self._sealed.values(), *built))
 
     def close(self) -> None:
-        """End the thread, when it has built what it was asked for."""
+        """End the thread after its pending indices."""
         if self._builder is not None:
             self._builder.shutdown(wait=True)
             self._builder = None

@@ -1,4 +1,4 @@
-"""The similarity of a run's answers to those of the epoch before: what drafters and schedulers can hope for."""
+"""The similarity of a run's answers to the epoch before, on which drafters and schedulers depend."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def length_stability(records: Iterable[TraceRecord], *, num_groups: int = 8) -> 
 
 
 def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
-    """Return for each record the number of its (epoch, prompt) and that of the epoch before, -1 where there is none."""
+    """Return each record's (epoch, prompt) number and the one of the epoch before, -1 if there is none."""
     names = [(record.epoch, record.prompt_id) for record in records]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     before = [numbers.get((epoch - 1, prompt_id), -1) for epoch, prompt_id in names]
@@ -90,7 +90,7 @@ def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
 
 
 def _num_matched(records: Sequence[TraceRecord], lengths: Indices, group: Indices, before: Indices) -> Indices:
-    """Return [records] matched tokens. A token is in a run exactly when it and the 3 before it occur in a row in the epoch before."""
+    """Return [records] matched tokens, which the epoch before has in a row with the 3 tokens before them."""
     if not lengths.sum():
         return np.zeros(len(records), np.int64)
     answer = np.repeat(np.arange(len(records)), lengths)[_PREFIX_TOKENS:]

@@ -1,4 +1,4 @@
-"""The one owner of past answers; drafters and schedulers are readers that follow it."""
+"""The history of past answers; drafters and schedulers are readers that follow it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ NO_VERSION = -1  # of a reader that has been told nothing
 class HistoryStore:
     """Keeps past answers by prompt, within a window of epochs and caps on tokens and prompts.
 
-    The newest `window` epochs of each prompt stay, fewer where they alone have more than `max_tokens`. Where
-    `max_tokens` (of all answers) or `max_prompts` is passed, the prompts whose last `add` is longest ago then go, each
-    with all of its answers. Those of the split `validation` go first, so that what training knows does not depend on
-    evaluations. Reading does not count as use, so that what stays follows from the adds alone. If two answers have the
-    same prompt, epoch and sample, the one of the newer policy version stays, else the first.
+    The newest `window` epochs of each prompt stay, or fewer if these alone have more than `max_tokens`. When
+    `max_tokens` (of all answers) or `max_prompts` is exceeded, the prompts whose last `add` is longest ago are evicted
+    with all of their answers. Prompts of the split `validation` go first, so that training's history does not depend on
+    evaluations. Reading does not count as use, so the content depends on the adds alone. If two answers have the same
+    prompt, epoch and sample, the one of the newer policy version stays, else the first.
 
-    `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is
-    gone with the process. `log_size` is how many evictions are remembered for readers that lag behind.
-    Raises ValueError for an argument that is out of range.
+    `spill` is a directory: token ids then live in a memory-mapped scratch file there, which has no name and is gone
+    with the process. `log_size` is how many evictions are remembered for readers that lag behind. Raises ValueError for
+    an argument that is out of range.
     """
 
     window: int = at_least(1, 8)
@@ -71,7 +71,7 @@ class HistoryStore:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the token ids of answers and prompts, in memory or in the scratch file; of nothing else."""
+        """Return the bytes of all token ids of answers and prompts, in memory or in the scratch file."""
         return TOKEN_BYTES * self._tokens.num_live
 
     def add(self, prompt: Prompt, answers: Iterable[Answer], split: Split = "train") -> None:
@@ -89,7 +89,7 @@ class HistoryStore:
             self._trim()
 
     def answers(self, prompt: Prompt, split: Split = "train") -> tuple[Answer, ...]:
-        """Return what is known of exactly this prompt, oldest epoch first, then by sample."""
+        """Return the answers to exactly this prompt, oldest epoch first, then by sample."""
         _check_split(split)
         entry = self._entries.get((split, prompt.key))
         if entry is None:
@@ -111,7 +111,7 @@ class HistoryStore:
         ]
 
     def merge(self, other: HistoryStore) -> None:
-        """Add all that another store holds, as one change; its prompts then count as the last used, in its order."""
+        """Add another store's answers as one change; its prompts then count as last used, in its order."""
         with self._lock:
             self.version += 1
             for name, entry in list(other._entries.items()):
@@ -199,15 +199,15 @@ class HistoryStore:
     # -- readers -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> HistoryDelta:
-        """Return all that is known, longest unused prompt first."""
+        """Return all prompts and answers, the least recently used prompt first."""
         changes = [_change(name, entry, since=-1, is_forgotten=False) for name, entry in self._entries.items()]
         return HistoryDelta(version=self.version, is_snapshot=True, changes=tuple(changes))
 
     def deltas(self, since: int) -> HistoryDelta:
-        """Return what a reader at version `since` has to apply to know what the store knows; a snapshot where that is lost.
+        """Return the changes since version `since`; a snapshot if they are lost.
 
-        It is lost when the log of evictions has been cut since then, and when another state has been loaded. A reader
-        that knows nothing is at `NO_VERSION`.
+        A reader at `since` that applies them knows what the store knows. They are lost when the log of evictions has
+        been cut since then, and when another state has been loaded. A reader that knows nothing is at `NO_VERSION`.
         """
         if not self._log.start <= since <= self.version:
             return self.snapshot()
@@ -222,11 +222,11 @@ class HistoryStore:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is known, as bytes and numbers; neither settings nor versions."""
+        """Return all answers as bytes and numbers, without settings and versions."""
         return {"format": FORMAT, "sections": pack(self._packed())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is known; window and caps apply. Raises DataError, before anything changes."""
+        """Replace all answers; window and caps apply. Raises DataError, before anything changes."""
         if state.get("format") != FORMAT:
             raise DataError(f"history in the checkpoint: its format is {state.get('format')!r}, expected {FORMAT}")
         try:
@@ -236,7 +236,7 @@ class HistoryStore:
         self._replace_by(prompts)
 
     def save(self, path: str | Path, tokenizer: str) -> None:
-        """Write a file that `load` reads; `tokenizer` is the fingerprint of what made the token ids."""
+        """Write a file for `load`; `tokenizer` is the fingerprint of the tokenizer of the token ids."""
         write_sections(path, pack(self._packed()), tokenizer=tokenizer)
 
     @classmethod

@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """The positions at which suffixes of R queries stand, longest first. M = most positions a query; 0 in an index over nothing."""
+    """The positions of suffixes of R queries, longest first. M = most positions a query; 0 in an empty index."""
 
     positions: IntArray  # [R, M] the token that followed is text[position]
     lengths: IntArray  # [R, M] tokens shared, at most REACH
@@ -43,8 +43,8 @@ class Matches(NamedTuple):
 def sorted_by_context(text: IntArray, reach: int) -> IntArray:
     """Return all indices q of `text`, sorted by the `reach` (a power of two) tokens that end at q, read backwards.
 
-    Prefix doubling (Manber & Myers, 1993): who is sorted by h tokens is sorted by 2 h in one pass over the previous
-    order. What lies before the text's begin is less than all else.
+    Prefix doubling (Manber & Myers, 1993): positions sorted by h tokens are sorted by 2 h in one pass over the previous
+    order. Positions before the text's begin are less than all others.
     """
     size = len(text)
     order = np.arange(size).astype(np.int32)
@@ -113,7 +113,11 @@ def shared_length(text: IntArray, p: int, other: IntArray, q: int, limit: int) -
 
 @compiled
 def insertion_point(text: IntArray, blocks: Blocks, query: IntArray, q: int, reach: int) -> tuple[int, int]:
-    """(b, i): every position before the i-th of the b-th block has a left context <= that of `query` at q, all others a greater one."""
+    """Return (b, i): where `query` at q would be inserted, block and index.
+
+    Every position before the i-th of the b-th block has a left context <= that of `query` at q, all others a greater
+    one.
+    """
     low, high = 0, blocks.used[0]  # the last block whose first position is not greater
     while high - low > 1:
         middle = (low + high) // 2
@@ -167,7 +171,7 @@ def insert(text: IntArray, blocks: Blocks, begin: int, end: int, reach: int) -> 
 def collect(
     text: IntArray, blocks: Blocks, query: IntArray, ends: IndexArray, reach: int, shortest: int, found: Matches
 ) -> None:
-    """Write for each query end the positions with the longest shared suffixes, as many as fit; `shortest` is at least 1."""
+    """Write, for each query end, as many positions of the longest shared suffixes as fit; `shortest` is at least 1."""
     order, fill, sequence = blocks.order, blocks.fill, blocks.sequence
     positions, lengths, num_blocks = found.positions, found.lengths, blocks.used[0]
     for r in range(len(ends)):
@@ -231,7 +235,7 @@ def append(
     token_ids: IntArray,
     room: int,
 ) -> bool:
-    """Append tokens to the text's rows, whose ends move; False where a row would not stay below `room` tokens: then nothing is done."""
+    """Append tokens to the text's rows, whose ends move; False, and no change, if a row would reach `room` tokens."""
     for r in range(len(rows)):
         if ends[rows[r]] - starts[rows[r]] + counts[r] >= room:
             return False

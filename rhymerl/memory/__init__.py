@@ -1,1 +1,1 @@
-"""What a rank of a run holds on its device and sends to others, as arithmetic on shapes: no tensor is made, no device is asked."""
+"""What a rank holds on its device and sends to others, by arithmetic on shapes: no tensor is made, no device asked."""

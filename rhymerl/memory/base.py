@@ -1,4 +1,4 @@
-"""What the memory of a rank follows from: the tensors of its models, the settings of its update, and an engine beside it."""
+"""The inputs of a rank's memory estimate: its models' tensors, its update's settings, and an engine beside it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EngineShape:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Its bytes by what they are for, where the longest sequence has just room."""
+        """Return its bytes by purpose, with room for just the longest sequence."""
         return {
             "engine_weights": self.weights,
             "keys_and_values": self.longest_tokens * self.kv_of_token,
@@ -74,42 +74,42 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a backward: a sample always fits, however few a micro-batch may have."""
+        """Return the most tokens of a backward: one sample always fits, even into a smaller micro-batch."""
         return max(min(self.micro_batch_tokens, self.step_tokens), self.model.longest_tokens)
 
     @property
     def trained_bytes(self) -> int:
-        """The bytes of what a rank has gradients of."""
+        """Return the bytes of the tensors of which a rank has gradients."""
         return total_bytes(self.tensors.trained, self.layout.num_shards)
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters alone are trained, in float32 or better."""
+        """Return whether adapters alone are trained, in float32 or better."""
         return any(each.is_full for each in self.tensors.policy)
 
     @property
     def has_own_critic(self) -> bool:
-        """Whether there is a critic with a backbone."""
+        """Return whether there is a critic with a backbone."""
         return any(not each.is_whole for each in self.tensors.critic)
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element of a weight."""
+        """Return the bytes per element of weights."""
         return max(each.itemsize for each in self.tensors.policy if not each.is_full)
 
     @property
     def compute_itemsize(self) -> int:
-        """The bytes of an element of what layers compute."""
+        """Return the bytes per element of what layers compute."""
         return min(2, self.itemsize) if self.is_mixed else self.itemsize
 
     @property
     def stream_itemsize(self) -> int:
-        """The bytes of an element of the weights that layers are given: sharded ones are gathered in what layers compute, there is no cast."""
+        """Return the bytes per element of layers' weights; sharded ones are gathered in the compute dtype."""
         return self.compute_itemsize if self.layout.is_sharded else self.itemsize
 
     @property
     def is_cast(self) -> bool:
-        """Whether autocast computes in fewer bits than the weights have."""
+        """Return whether autocast computes in fewer bits than the weights have."""
         return self.compute_itemsize < self.stream_itemsize
 
     def gathered_itemsize(self, weight: Weight) -> int:

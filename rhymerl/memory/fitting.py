@@ -27,7 +27,7 @@ class MemoryChange:
     is_number: bool = False  # chosen so that nothing is missing, if it can be
 
     def applied(self, setup: Setup, device_bytes: int) -> tuple[str, Setup]:
-        """Return the words for the first value with which nothing is missing, or else for the last one, and what becomes of the setup."""
+        """Return the words for the first value that fits, else for the last one, and the setup with it."""
         found = setup
         for found in self.apply(setup):
             if not self.is_number or missing_bytes(found, device_bytes) <= 0:
@@ -47,7 +47,7 @@ def nearest(setup: Setup, device_bytes: int) -> list[str] | None:
 
 
 def fewest_changes(setup: Setup, known: Sequence[MemoryChange], device_bytes: int) -> tuple[list[str], int] | None:
-    """Return the words of the fewest changes with which nothing is missing, and the bytes to spare then; of equally many the first ones.
+    """Return the words of the fewest changes that fit, and the bytes to spare then; the first among ties.
 
     Numbers are chosen last. None where not even all changes are enough.
     """
@@ -73,7 +73,7 @@ def advice(words: Sequence[str] | None) -> str:
 
 
 def changes(setup: Setup, *, with_ranks: bool = True) -> Iterator[MemoryChange]:
-    """Yield the settings that take less, those first that change least of what is trained and how; those of the ranks where these may be others."""
+    """Yield the settings that take less memory, of ranks too (`with_ranks`); least change to training first."""
     engine = None if setup.is_apart else setup.engine
     if not setup.activation_checkpointing:
         yield _change("update.activation_checkpointing=true", activation_checkpointing=True)

@@ -31,7 +31,7 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Its elements."""
+        """Return its number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -40,13 +40,13 @@ class Weight:
         return self.count * self.itemsize
 
     def part(self, num_shards: int) -> int:
-        """Return the elements on the rank that has the most: `fully_shard` divides the first dimension, of each tensor by itself."""
+        """Return the elements on the fullest rank: `fully_shard` divides each tensor along its first dimension."""
         if self.is_whole or not self.shape:
             return self.count
         return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
 
     def cast(self, itemsize: int) -> Weight:
-        """Return it as a Trainer's precision of so many bytes makes it."""
+        """Return the weight in a Trainer's precision of so many bytes."""
         return replace(self, itemsize=max(itemsize, _FULL) if self.is_full else itemsize)
 
 
@@ -63,16 +63,16 @@ class Outline:
 
     @property
     def updated(self) -> OutlineWeights:
-        """Those of the models that are trained, frozen tensors among them."""
+        """Return the tensors of the trained models, frozen ones among them."""
         return (*self.policy, *self.critic)
 
     @property
     def trained(self) -> OutlineWeights:
-        """Those that have gradients and moments."""
+        """Return the tensors that have gradients and moments."""
         return tuple(each for each in self.updated if each.is_trained)
 
     def cast(self, itemsize: int) -> Outline:
-        """Return them as a Trainer's precision of so many bytes makes them."""
+        """Return the weights in a Trainer's precision of so many bytes."""
         policy, reference, critic = (
             tuple(each.cast(itemsize) for each in weights) for weights in (self.policy, self.reference, self.critic)
         )
@@ -110,7 +110,7 @@ def total_bytes(weights: Iterable[Weight], num_shards: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a policy, a decoder with gated MLPs (Llama and its kin)."""
+    """The sizes of a policy, a decoder with gated MLPs (Llama-like)."""
 
     parameters: int  # without adapters
     layers: int
@@ -126,7 +126,7 @@ class ModelShape:
 
     @property
     def attention(self) -> int:
-        """The width of attention: query heads times their size."""
+        """Return the width of attention: query heads times their size."""
         return self.heads * self.head_size
 
 

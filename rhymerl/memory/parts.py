@@ -1,4 +1,4 @@
-"""What a rank holds on its device, by what it is for: a table of bytes, of which the plan is the sum."""
+"""The bytes that a rank holds on its device, by purpose; the plan is their sum."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class RankMemory:
 
     @property
     def models(self) -> int:
-        """All weights."""
+        """Return the bytes of all weights."""
         return sum(self.parts[name] for name in _MODELS)
 
     @property
     def update(self) -> int:
-        """What an update has at its worst moment, beside the weights."""
+        """Return the bytes of an update at its worst moment, beside the weights."""
         return sum(self.parts[name] for name in _UPDATE)
 
     @property
     def beside_engine(self) -> int:
-        """What stands beside the weights, keys and values of an engine while it answers."""
+        """Return the bytes beside an engine's weights, keys and values while it answers."""
         return self.lasting if self.in_turn else self.update
 
     @property
     def total(self) -> int:
-        """What there is at the worst moment: the engine and the update, or weights on their way between two updates."""
+        """Return the bytes at the worst moment: engine and update, or weights on their way between updates."""
         engine = self.parts["engine_weights"] + self.parts["keys_and_values"]
         shared = self.parts["engine_rest"] + max(engine + self.beside_engine, self.update)
         return self.parts["context"] + self.models + max(shared, self.lasting + self.parts["weight_buffers"])
@@ -89,7 +89,7 @@ def rank_memory(setup: Setup) -> RankMemory:
 
 
 def kv_tokens_beside(setup: Setup | None, engine: EngineShape, free_bytes: int) -> int:
-    """Return for how many tokens there is room for keys and values in what is free, which an engine in the trainer's process shares with an update.
+    """Return how many tokens' keys and values fit into free memory beside an update in the same process.
 
     A part of it is left to the engine's passes and to fragments of the allocator.
     """
@@ -101,7 +101,7 @@ def kv_tokens_beside(setup: Setup | None, engine: EngineShape, free_bytes: int) 
 
 
 def layer_bytes(setup: Setup) -> int:
-    """Return what a layer keeps of a token for its backward, as transformers' modules are written (SDPA, nothing compiled).
+    """Return the bytes a layer keeps per token for backward, as in transformers' modules (SDPA, nothing compiled).
 
     With hidden size H, attention width A, intermediate size I, b bytes an element and s in the residual stream (b, or a
     weight's under autocast):
@@ -110,8 +110,8 @@ def layer_bytes(setup: Setup) -> int:
     - attention keeps query, key, value and output, key and value counted as if expanded to all heads: 4 A b
     - the MLP keeps gate, silu(gate) and up: 3 I b
     - linear layers keep their inputs for the gradient of their weights: (2 H + A + I) b, one for q, k and v and one for
-      gate and up. A
-      copy for each layer is made where each casts for itself, under autocast and for adapters wider than the model: (5 H + A + I) times the bytes of the copy.
+      gate and up. A copy for each layer is made where each casts for itself, under autocast and for adapters wider than
+      the model: (5 H + A + I) times the bytes of the copy.
     - eager attention keeps its scores; flash and memory-efficient kernels keep none.
     """
     model, b, stream = setup.model, setup.compute_itemsize, setup.stream_itemsize
@@ -126,7 +126,7 @@ def layer_bytes(setup: Setup) -> int:
 
 
 def _activations(setup: Setup) -> int:
-    """Return what all layers keep, and as much as one keeps again for gradients on their way; copies of weights that autocast makes too.
+    """Return what all layers keep, the same again for one layer's gradients, and autocast's copies of weights.
 
     With checkpointing a layer keeps its input, and one at a time all the rest.
     """
@@ -141,9 +141,10 @@ def _activations(setup: Setup) -> int:
 
 
 def _head_chunks(setup: Setup) -> int:
-    """Return four chunks of logits in float32 or better, and, where it is trained, the gradients of head and embedding before they are added up.
+    """Return the bytes of four chunks of logits, and of head and embedding gradients before they are summed.
 
-    Among sharded ranks these gradients are gathered ones.
+    Logits are in float32 or better; the gradients exist if they are trained. Among sharded ranks these gradients are
+    gathered ones.
     """
     model = setup.model
     chunk = min(setup.chunk_tokens, setup.tokens) * model.vocabulary * max(4, setup.compute_itemsize)
@@ -156,7 +157,7 @@ def _head_chunks(setup: Setup) -> int:
 
 
 def _weight_buffers(setup: Setup) -> int:
-    """Return the bytes of a block on its way to workers, and of the next one; or of a tensor for a copy in the rank, which gets one at a time."""
+    """Return the bytes of two blocks on their way to workers, or of the largest tensor for a copy in the rank."""
     if not setup.layout.is_sharded:
         return 0
     shards = setup.layout.num_shards

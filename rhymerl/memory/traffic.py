@@ -44,12 +44,15 @@ def num_backwards(setup: Setup) -> int:
 
 
 def num_forwards(setup: Setup) -> int:
-    """Return the passes over all of a rank's samples in front of the first mini-batch, for each model that makes some."""
+    """Return the passes over all of a rank's samples before the first mini-batch, for each model that makes some."""
     return _passes(setup, setup.layout.num_ranks)
 
 
 def _passes(setup: Setup, parts: int) -> int:
-    """Return the passes over one of `parts` equal parts of a step's samples, at most: as many of the longest as fit are in each, and none is divided."""
+    """Return the most passes over one of `parts` equal parts of a step's samples.
+
+    Each holds as many of the longest samples as fit, and no sample is divided.
+    """
     longest = setup.model.longest_tokens
     samples = math.ceil(setup.step_tokens / (longest * parts))
     return math.ceil(samples / (setup.tokens // longest))
@@ -63,7 +66,7 @@ def _gathered(setup: Setup, weights: Iterable[Weight]) -> int:
 
 
 def _scattered(setup: Setup) -> int:
-    """Return what a backward sends: the sum within a group of ranks, and that of each part over the groups."""
+    """Return what a backward sends: the reduce-scatter in a group of ranks, and each part's sum over groups."""
     shards, replicas = setup.layout.num_shards, setup.layout.num_replicas
     divided = filter(setup.layout.divides, setup.tensors.trained)
     parts = sum(each.part(shards) * setup.summed_itemsize(each) for each in divided)

@@ -1,1 +1,1 @@
-"""The policy as a model: loading, adapters, heads, log-probs, the critic, and proofs of what it can do."""
+"""The policy as a model: loading, adapters, heads, log-probs, the critic, and proofs that it is computed right."""

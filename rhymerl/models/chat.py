@@ -68,7 +68,7 @@ class ChatTokenizer:
             )
 
     def token_ids(self, text: str, where: str, *, add_special_tokens: bool = False) -> IntArray:
-        """Return the text's tokens, int32 [P]: with the special tokens that the tokenizer puts in front, if any, and none behind."""
+        """Return the text's tokens, int32 [P], with the special tokens that the tokenizer puts in front, not behind."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

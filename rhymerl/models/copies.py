@@ -16,7 +16,7 @@ from rhymerl.models.policy import Policy, write_files
 def policy_of(
     files: Mapping[str, str], *, dtype: torch.dtype, attention: str, device: torch.device | str, in_host: bool = False
 ) -> Policy:
-    """Return a policy of this architecture for an engine on `device`, `in_host` in the host's memory; its weights come later."""
+    """Return a policy of this architecture for an engine on `device`, `in_host` memory if set; weights come later."""
     with tempfile.TemporaryDirectory() as folder:
         write_files(files, folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -29,7 +29,7 @@ def policy_of(
 
 
 def twin_of(policy: Policy) -> Policy:
-    """Return a policy of the same architecture on the same device, whole and without adapters; its weights come later."""
+    """Return a policy of the same architecture and device, whole and without adapters; its weights come later."""
     model = policy.model
     return policy_of(
         policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=model.device
@@ -37,7 +37,7 @@ def twin_of(policy: Policy) -> Policy:
 
 
 def copy_weights(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Write all parameters of a model, one after another. Raises BackendError where their names or shapes are others."""
+    """Write all parameters of a model, one after another. Raises BackendError if names or shapes differ."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in named:

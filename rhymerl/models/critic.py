@@ -25,8 +25,8 @@ class CriticSettings:
 
     Without `shared` the critic has a backbone of its own: at first a copy of the policy's, or the language model at
     `path` (a directory or hub name, with the policy's tokenizer). With `shared` it is one head on the policy's
-    backbone, which both then train. The head starts at random with a standard deviation of `head_std`; at 0 the first
-    values are 0. In the first `warmup_steps` rollout steps the policy does not move, a shared backbone included.
+    backbone, and both train the backbone. The head starts at random with a standard deviation of `head_std`; at 0 the
+    first values are 0. In the first `warmup_steps` rollout steps the policy does not move, a shared backbone included.
     """
 
     shared: bool = False
@@ -43,7 +43,7 @@ class CriticSettings:
             )
 
     def build(self, policy: Policy, *, seed: int) -> Critic:
-        """Return the critic of a policy as it is now. Raises ConfigError when `path` is no language model over the same tokens."""
+        """Return a critic of the policy as it is. Raises ConfigError if `path` is no language model of its tokens."""
         if self.shared:
             return Critic(self, policy.model.get_decoder(), body=None, seed=seed)
         source = policy if self.path is None else self._load(self.path, policy)
@@ -53,7 +53,7 @@ class CriticSettings:
         return Critic(self, body, body=body.train(), seed=seed, weights=weights, prefix=prefix)
 
     def outline(self, model: PreTrainedModel) -> Critic:
-        """Return the critic of a policy's model that has no content, as little of it as of that: see `PolicySource.outline`."""
+        """Return the critic of a policy model without content, itself without content: see `PolicySource.outline`."""
         if self.shared:
             return Critic(self, model.get_decoder(), body=None, seed=0)
         if self.path is None:
@@ -75,7 +75,7 @@ def _source(path: str, model: PreTrainedModel) -> PolicySource:
 
 
 def _prefix_in(model: nn.Module, part: nn.Module) -> str:
-    """Return what the names of a part's weights begin with in the model: a decoder may be deeper in it than its base."""
+    """Return the prefix of a part's weight names in the model: a decoder may be deeper in it than its base."""
     name = next((name for name, each in model.named_modules() if each is part), "")
     return f"{name}." if name else ""
 
@@ -103,7 +103,7 @@ class Critic(nn.Module):
         self.register_load_state_dict_pre_hook(_check_saved)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: TokenBatch, hidden: Tensor | None) -> Tensor:
-        """Return the value in front of each response token, [N]; `hidden` are the policy's states there, [N, H], if it is shared."""
+        """Return the value before each response token, [N]; `hidden` are the policy's states [N, H] if shared."""
         if self.body is not None:
             hidden = hidden_states(self.body, batch)
         assert hidden is not None, "a shared critic reads the policy's hidden states"

@@ -1,6 +1,7 @@
-"""Attention without cuDNN, which torch prefers on newer GPUs: it makes a plan for each shape, and our shapes are seldom the same twice.
+"""Attention without cuDNN, which torch prefers on newer GPUs.
 
-A plan took some 70 ms where the attention of a layer took 6 microseconds (H200, torch 2.11, 0.5B).
+cuDNN makes a plan for each shape, and our shapes seldom repeat. A plan took some 70 ms where the attention of a layer
+took 6 microseconds (H200, torch 2.11, 0.5B).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Context in which torch's attention takes its other kernels. The choice is the whole process's: where two threads overlap, one may leave it to the other."""
+    """Context in which torch's attention avoids cuDNN.
+
+    The choice is the whole process's: of two overlapping threads, one may leave it to the other.
+    """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

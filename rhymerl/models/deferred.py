@@ -35,7 +35,7 @@ class DeferredWeights(ABC):
 
     @abstractmethod
     def read(self, name: str, like: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor of the shape and dtype of `like`; called on all ranks in one order, with the device of each."""
+        """Return a tensor with the shape and dtype of `like`; called on all ranks in one order, each for its device."""
 
     def close(self) -> None:
         """Free what is held; it may be read again."""
@@ -93,7 +93,7 @@ class FirstRankWeights(DeferredWeights):
 
 
 def files_of(name: str, model: PreTrainedModel, *, is_here: bool) -> TensorFiles | None:
-    """Return the files of a directory or a hub's model, of which all is on the disk if it `is_here`; None where they are not the tensors of `model`."""
+    """Return the files of a directory or hub's model, local if it `is_here`; None if they are not `model`'s tensors."""
     if getattr(model.config, "quantization_config", None) or _keeps_some_in_float32(model):
         return None
     found = TensorFiles(names_in(name, is_here=is_here))
@@ -101,7 +101,7 @@ def files_of(name: str, model: PreTrainedModel, *, is_here: bool) -> TensorFiles
 
 
 def names_in(name: str, *, is_here: bool) -> dict[str, Path]:
-    """Return the files of a directory or a hub's model by the names of their tensors; empty where none are safetensors."""
+    """Return the files of a directory or a hub's model by tensor name; empty if none are safetensors."""
     where: dict[str, Any] = {"local_files_only": is_here, "_raise_exceptions_for_missing_entries": False}
     if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **where):
         paths, _ = get_checkpoint_shard_files(name, index, local_files_only=is_here)
@@ -133,7 +133,7 @@ def _keeps_some_in_float32(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def without_content() -> Iterator[None]:
-    """Context in which the parameters of new modules are on the meta device, as soon as they have been made; buffers are not."""
+    """Context in which parameters of new modules go to the meta device once they are made; buffers do not."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -150,7 +150,7 @@ def without_content() -> Iterator[None]:
 
 @contextmanager
 def on_cpu(model: nn.Module) -> Iterator[None]:
-    """Context in which parameters without content look as if they were on the CPU, where adapters of theirs are then made."""
+    """Context in which parameters without content appear to be on the CPU, where their adapters are then made."""
     held = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in held:
         _give(parameter, torch.empty((), dtype=parameter.dtype).expand(parameter.shape))
@@ -199,7 +199,7 @@ class Filler:
                 _give(parameter, content.to(parameter.dtype))
 
     def fingerprint(self) -> str:
-        """Return that of the model, all of whose modules have been filled."""
+        """Return the fingerprint of the model, once all of its modules have been filled."""
         return fingerprint_of((name, shape, self._summaries[key]) for name, shape, key in self._state)
 
 

@@ -64,7 +64,7 @@ def _untied(model: nn.Module) -> Iterator[str]:
 
 
 def _parts(weights: Mapping[str, Tensor], file_bytes: int) -> Iterator[list[str]]:
-    """Yield the names for each file; those of a layer stay together, since `transformers` may save them as other tensors."""
+    """Yield the names for each file, a layer's together: `transformers` may save them as other tensors."""
     part: list[str] = []
     held = 0
     for _, group in groupby(weights, key=_layer):

@@ -12,12 +12,12 @@ _BYTES = 2**15
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return 32 hex digits that change with any weight: names, shapes, and sums over the bits of 32 KiB at a time (0.1 s a GB)."""
+    """Return 32 hex digits of names, shapes and sums over bits, by 32 KiB: any weight changes them (0.1 s a GB)."""
     return fingerprint_of((name, weight, summary(weight)) for name, weight in model.state_dict().items())
 
 
 def fingerprint_of(found: Iterable[tuple[str, Tensor, bytes]]) -> str:
-    """Return that of a state dict's names, tensors (for shapes and dtypes), and their summaries."""
+    """Return the fingerprint of a state dict's names, tensors (for shapes and dtypes), and their summaries."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight, content in found:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\0".encode())

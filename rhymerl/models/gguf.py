@@ -1,4 +1,4 @@
-"""GGUF: a model, its tokenizer and its chat template in one file, with weights that may be quantised. transformers reads it."""
+"""GGUF: a model, tokenizer and chat template in one file, perhaps quantised; transformers reads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 
 def is_gguf(path: str) -> bool:
-    """Whether the path is that of a GGUF file, there or not."""
+    """Return whether the path names a GGUF file, which may not exist."""
     return path.lower().endswith(_SUFFIX)
 
 

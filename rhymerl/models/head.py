@@ -1,4 +1,7 @@
-"""Log-probs and entropy from hidden states, through chunks of logits that are never kept. N = tokens, H = hidden, V = vocabulary."""
+"""Log-probs and entropy from hidden states, by chunks of logits.
+
+N = tokens, H = hidden, V = vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ def head_logprobs(
     kept_bytes: int = 0,
     transform: LogitTransform = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each target and the entropy at it, [N] and [N], in float32 or better, both with gradient; from [N, H].
+    """Return each target's log-prob and the entropy there, [N] and [N], with gradients, from states [N, H].
 
-    For a linear head, at most three chunks of logits are held at a time, four where they are capped, and its gradient
-    is added up in one place. All log-probs are where they are no more than `kept_bytes`; else the backward pass
-    computes them again.
+    Both are in float32 or better. For a linear head, at most three chunks of logits are held at a time, four where they
+    are capped, and its gradient is added up in one place. All log-probs are where they are no more than `kept_bytes`;
+    else the backward pass computes them again.
     """
     if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)

@@ -1,4 +1,4 @@
-"""A check whether the Hugging Face hub has what a setting names: it asks once, before libraries ask for each file again and again."""
+"""A check whether the Hugging Face hub has what a setting names, before libraries ask again for each file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models read by transformers, all of whose weights are in their files: transformers makes up what is missing, at random."""
+"""Models read by transformers with all weights in their files: transformers fills in missing ones at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model makes of the products of its head before they are its logits (it scales them, caps them softly, or both), and which count."""
+"""How a model turns its head's products into logits (by a scale, a soft cap, or both), and which of them count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _MULTIPLIES = ("hyperclovax",)  # families with a divisor's name for a factor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """y = c tanh(s z / c) of each product z, with a scale s and a cap c; without a cap y = s z. Those of the first `num_tokens` count."""
+    """y = c tanh(s z / c) of each product z, with a scale s and a cap c; without a cap y = s z.
+
+    Only the first `num_tokens` count.
+    """
 
     scale: float = 1.0
     cap: float | None = None
@@ -43,7 +46,7 @@ PLAIN = LogitTransform()
 
 
 def transform_of(model: PreTrainedModel) -> LogitTransform:
-    """Return the transform that a model's config names; `prove_update` finds out whether the model does that, and nothing else."""
+    """Return the transform that a config names; `prove_update` checks that the model does that and nothing else."""
     text = model.config.get_text_config()
     scale = 1.0
     for name in (*_FACTORS, *_DIVISORS):

@@ -59,7 +59,7 @@ class TokenBatch:
 def token_batch(
     samples: Sequence[Sample], device: torch.device | str, *, behind: bool = False, shares: bool = False
 ) -> TokenBatch:
-    """Lay samples out for one forward pass, in which equal prompts and common beginnings of their answers are one if it `shares` them.
+    """Lay samples out for one forward pass; with `shares`, equal prompts and common prefixes of answers become one.
 
     With `behind`, the position of each answer's last token counts too; its target means nothing.
     """
@@ -128,7 +128,7 @@ def policy_output(
     trains_policy: bool = True,
     trains_entropy: bool = False,
 ) -> PolicyOutput:
-    """Return the log-probs of the response tokens and the entropy at each, [B, T] with zeros in the padding; values with a `critic`.
+    """Return the response tokens' log-probs and entropy, [B, T] with zeros in the padding; values with a `critic`.
 
     Untruncated log_softmax(logits / temperature), in float32 or better; temperature 0 uses 1. The critic gets the batch
     and the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values have a gradient, which

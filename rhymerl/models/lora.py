@@ -47,7 +47,7 @@ class LoRA:
         require(self.targets is None or bool(self.targets), "targets", [], some)
 
     def put_on(self, model: PreTrainedModel, *, seed: int) -> None:
-        """Adapt the model in place, which does not change yet what it computes; all but the adapters is frozen.
+        """Add adapters to the model in place and freeze the rest; its outputs do not change yet.
 
         Raises ConfigError when a target is no layer of the model, or peft is not installed.
         """
@@ -102,7 +102,7 @@ class LowRank:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether the model has adapters, whoever has put them there."""
+    """Return whether the model has adapters, of any origin."""
     return bool(_adapted(model))
 
 
@@ -112,7 +112,7 @@ def is_changed(model: nn.Module) -> bool:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ValueError for adapters of another kind than ours, whose weights could be neither handed over nor exported."""
+    """Raise ValueError for adapters of another kind, whose weights could be neither handed over nor exported."""
     if not is_adapted(model):
         return
     from peft.tuners.lora import Linear
@@ -128,7 +128,7 @@ def check_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is what it was before it was adapted."""
+    """Context in which the model computes as before its adaptation."""
     layers = _adapted(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -140,7 +140,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def with_adapters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors`, parameters or state of the model, as those of one without adapters that computes the same.
+    """Yield `tensors`, the model's parameters or state, with adapters merged into the weights.
 
     They come one after another, so that no second copy of the model is held.
     """
@@ -156,7 +156,7 @@ def with_adapters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> It
 
 
 def unmerged(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, LowRank]]:
-    """Return the parameters of the model before it was adapted, and what is added to some, both by the names that a plain model has."""
+    """Return the parameters before adaptation, and the low-rank additions to some, both by a plain model's names."""
     layers = _adapted(model)
     of_adapters = {name for layer_name, layer in layers.items() for name in _own_names(layer_name, layer)}
     base: dict[str, Tensor] = {

@@ -92,15 +92,15 @@ class Policy:
         return {**dict(named), **{number: token.content for number, token in added if token.special}}
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of an answer, without special tokens or with those before the one that ends it."""
+        """Return the text of an answer, without special tokens, or with all but the stop token."""
         if not skip_special_tokens and len(token_ids) and int(token_ids[-1]) in self.stop_token_ids:
             token_ids = token_ids[:-1]
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the parameters of a plain model that computes the same: those of adapters are added into what they adapt.
+        """Return the parameters of a plain model that computes the same: adapters are merged into their weights.
 
-        Sharded ones are `GatheredTensors`, whoever wants them.
+        Sharded ones are always `GatheredTensors`.
         """
         named = with_adapters(self.model, self.model.named_parameters())
         return GatheredTensors(named) if is_sharded(self.model) else named
@@ -111,7 +111,7 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
 
     def files(self) -> dict[str, str]:
-        """Return everything of that directory but the weights, by file name, base64: what a checkpoint carries along."""
+        """Return all files of that directory but the weights, by name, in base64: checkpoints carry them."""
         with tempfile.TemporaryDirectory() as folder:
             self.model.config.save_pretrained(folder)
             if self.model.generation_config is not None:
@@ -149,7 +149,7 @@ def context_tokens(config: PretrainedConfig) -> int:
 
 
 def write_files(files: Mapping[str, str], directory: str | Path) -> None:
-    """Write `Policy.files`. Raises ConfigError, before anything is written, for a file that would lie outside the directory, or is none of a model's."""
+    """Write `Policy.files`. Raises ConfigError first for a file outside the directory, or none of a model's."""
     paths = {name: _inside(Path(directory), name) for name in files}
     for name, path in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _save(model: PreTrainedModel, directory: str | Path) -> None:
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model that stays as this one is now: a copy; for adapters that do nothing yet the model itself, `without_adapters`."""
+    """Return a copy of the model; if adapters do nothing yet, the model itself, for use `without_adapters`."""
     is_itself = is_adapted(model) and not is_changed(model)
     return model if is_itself else copy.deepcopy(model).requires_grad_(False).eval()
 
@@ -270,7 +270,7 @@ class PolicySource:
         return Policy(model=model, tokenizer=tokenizer, weights=files or weights)
 
     def outline(self, *, setting: str = "model") -> PreTrainedModel:
-        """Return the model without content, on the meta device: only its config is read. Raises ConfigError as `load` does."""
+        """Return the model without content, on the meta device, from its config. Raises ConfigError as `load`."""
         with torch.device("meta"):
             model = self._empty(setting)
         if self.adapter is not None:
@@ -310,7 +310,7 @@ class PolicySource:
 
     @staticmethod
     def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
-        """Return what transformers calls the directory or the hub's model, and whether only what is on the disk may be read."""
+        """Return transformers' name for the directory or the hub's model, and whether only the disk may be read."""
         folder = Path(path).expanduser()
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise ConfigError(f"{where}: {_adapter_words(folder / 'adapter_config.json')}")

@@ -14,10 +14,10 @@ from rhymerl.models.sharding import is_sharded
 
 @contextmanager
 def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
-    """Context in which the forwards of `model` compute in float32 or float64 what has fewer bits, and products keep all of float32's bits.
+    """Context in which the forwards of `model` compute in `dtype`, float32 or float64, if its weights have fewer bits.
 
-    A module's weights are converted while it runs and no longer, so that the whole model never exists twice. A wider
-    model stays as it is, and so does one that is sharded.
+    Matrix products keep all of float32's bits. A module's weights are converted while it runs and no longer, so that
+    the whole model never exists twice. A wider model stays as it is, and so does one that is sharded.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

@@ -1,4 +1,4 @@
-"""A proof that the update computes a model: states that see nothing of what follows, times the output embeddings, scaled and capped as known."""
+"""A proof that the update computes a model: causal states times the output embeddings, scaled and capped as known."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str
 
 
 def prove_sharing(body: PreTrainedModel, longest_tokens: int, *, model: PreTrainedModel | None = None) -> str | None:
-    """Return why the answers to a prompt cannot be computed behind one copy of it by this decoder, of a `model`; None where they can.
+    """Return why this decoder of a `model` cannot compute answers behind one shared prompt; None if it can.
 
     What float32 does not tell from rounding, which sharp and deep models magnify, is computed again in float64.
     """
@@ -153,7 +153,7 @@ def _check_causal(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
 
 
 def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
-    """Check the head and what its config says of logits, at the states as they are and at larger ones, whose logits show a cap."""
+    """Check the head and its config's logit transform, at the states and at larger ones, whose logits show a cap."""
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Weights that are spread over ranks: each rank holds a part of every tensor, and a layer is whole while it is computed with.
+"""Weights sharded over ranks: each holds a part of every tensor, and a layer is whole while it computes.
 
 torch's `fully_shard` (FSDP2) gathers the weights of a group before its forward and its backward, and spreads the sum of
 its gradients.
@@ -77,10 +77,10 @@ def _apply(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def call(module: nn.Module, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)`, which reads the module's own weights past its forward; sharded ones are whole within.
+    """Return `function(*arguments)`, which reads the module's own weights outside its forward.
 
-    All tensors with a gradient that go in or come out have to be arguments and results: these tell when the backward
-    begins and ends.
+    Sharded weights are whole within. All tensors with a gradient that go in or come out have to be arguments and
+    results: these tell when the backward begins and ends.
     """
     method = getattr(module, _METHOD, None)
     found: T = function(*arguments) if method is None else method(function, *arguments)
@@ -93,32 +93,36 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def forget_passes(model: nn.Module) -> None:
-    """Drop what torch notes of each pass until a backward; a model that is never trained, such as a reference, has none.
+    """Drop torch's per-pass records, which last until a backward: models that are never trained have none.
 
-    Called between passes, for the whole model. Versions of torch that cannot drop it keep some bytes a layer and pass.
+    A reference is such a model. Called between passes, for the whole model. Versions of torch that cannot drop it keep
+    some bytes a layer and pass.
     """
     if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a module's own few weights be whole on every rank, as tensors of the same kind as sharded ones, which optimizers do not mix with others."""
+    """Keep a module's own few weights whole on every rank, as tensors of the same kind as sharded ones.
+
+    Optimizers do not mix the two kinds.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         kept = distribute_tensor(parameter.data, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         setattr(module, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
 
 
 def replica(parameter: Tensor) -> Tensor:
-    """Return a parameter as this rank computes with it; of one that `replicate` has made each rank adds its part to the gradient."""
+    """Return a parameter as this rank computes with it; ranks add their parts to a `replicate`d one's gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def sum_replicas(parameters: Iterable[nn.Parameter]) -> None:
-    """Add up the gradients of replicas over all ranks, a collective; those of sharded weights have been summed in their backward.
+    """Sum the gradients of replicas over all ranks, a collective; backward has summed those of sharded weights.
 
-    In one sum, whose bits are the same everywhere, whatever dimensions the mesh has.
+    It is one sum, whose bits are the same everywhere, whatever dimensions the mesh has.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -139,7 +143,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def replicated(tensor: Tensor) -> Tensor:
-    """Return a tensor that all ranks have as a whole, and that goes with sharded ones; of a sharded one this is a collective.
+    """Return a tensor, whole on all ranks, that works with sharded ones; for a sharded one this is a collective.
 
     Rows of b times a whole a are rows of their product, with nothing to send.
     """

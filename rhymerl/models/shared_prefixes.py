@@ -1,4 +1,4 @@
-"""What several answers have in common, computed once: where everything is in one packed pass, and the attention that reads it.
+"""Shared prefixes of answers, computed once: the layout of one packed pass, and the attention that reads it.
 
 The pass is a sequence [1, L]. It begins with G prompts, each padded on the right to P tokens, and goes on with buckets
 of runs of like length. A run is an answer, or what is left of one that begins as another does: it reads its prompt, the
@@ -87,7 +87,7 @@ class SharedLayout:
     sizes: Sequence[int]  # tokens of all prompts and of each bucket
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Return what each token reads: query [1, heads, L, dim], key and value [1, kv_heads, L, dim] -> [1, L, heads, dim]."""
+        """Return attention [1, L, heads, dim] from query [1, heads, L, dim] and key, value [1, kv_heads, L, dim]."""
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
         of_prompts, *of_runs = queries.split(self.sizes)
         q, k, v = (_in_rows(each[: self.sizes[0]], self.num_prompts) for each in (of_prompts, keys, values))
@@ -107,7 +107,7 @@ def _at(tokens: Tensor, read: Tensor) -> Tensor:
 
 
 def at(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return rows, [L, dim], at indices of any shape; where one comes twice its gradient is added up in the same order each time."""
+    """Return rows, [L, dim], at indices of any shape; repeated ones sum their gradients in a fixed order."""
     return F.embedding(indices, rows)
 
 
@@ -136,9 +136,10 @@ def of_one_prompt(prompts: Sequence[IntArray]) -> list[list[int]]:
 
 
 def side_by_side(answers: Sequence[IntArray]) -> list[tuple[int, int]]:
-    """Return the answers to a prompt in an order in which like ones are neighbours: the index of each, and how many tokens it begins with as the one before it does.
+    """Return an order of a prompt's answers in which similar ones are neighbours.
 
-    In sorted order no earlier answer shares more with one than its neighbour does. Few tokens in common count as none.
+    Each entry is an answer's index, and the number of tokens that it shares with the one before. In sorted order no
+    earlier answer shares more with one than its neighbour does. Few tokens in common count as none.
     """
     order = sorted(range(len(answers)), key=lambda i: answers[i].astype(">u4").tobytes())
     found = [(order[0], 0)] if order else []
@@ -165,7 +166,7 @@ class Placed:
 
 
 def place_runs(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: torch.device | str) -> Placed:
-    """Lay out samples whose prompts may be equal; an answer may be empty, as one is whose last token is not to be read."""
+    """Lay out samples, whose prompts may be equal, and whose answers may be empty (a last token, not read)."""
     distinct, runs = _runs(prompts, answers)
     widest = max(map(len, distinct))
     before = np.array([len(distinct[run.prompt]) + run.num_shared for run in runs])
@@ -218,7 +219,7 @@ def _runs(prompts: Sequence[IntArray], answers: Sequence[IntArray]) -> tuple[lis
 
 
 def _lines(runs: Sequence[_Run], starts: IndexArray, distinct: Sequence[IntArray], widest: int) -> list[IndexArray]:
-    """Return the flat indices of the tokens of each run's sample: its prompt's, those that its answer begins with, and its own."""
+    """Return the flat indices of each run's sample: its prompt's tokens, the shared first tokens, and its own."""
     lines: list[IndexArray] = []
     for run, start in zip(runs, starts, strict=True):
         own, length = start + np.arange(len(run.tokens)), len(distinct[run.prompt])
@@ -233,7 +234,7 @@ def _first_position(num_before: IndexArray) -> IndexArray:
 
 
 def _bucketed(runs: Sequence[_Run]) -> list[list[int]]:
-    """Return the indices of runs of like length together, the longest first; a long one is alone, empty ones are in none."""
+    """Return indices of runs of similar length, the longest first; a long run is alone, empty ones are in none."""
     lengths = [len(run.tokens) for run in runs]
     longest_first = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
     alone = [i for i in longest_first if lengths[i] > _BLOCK]

@@ -14,7 +14,7 @@ PAD, END = "<pad>", "<end>"
 
 
 def load_tokenizer(name: str, model: PreTrainedModel, where: str, *, is_here: bool) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a model, from the disk alone where it `is_here`. Raises ConfigError that begins with `where`."""
+    """Read a model's tokenizer, from disk only if it `is_here`. Raises ConfigError that begins with `where`."""
     with naming(f"{where}: cannot be loaded: its tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, local_files_only=is_here, trust_remote_code=False
@@ -45,10 +45,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
 
 
 def character_tokenizer(characters: str, *, size: int = 0) -> PreTrainedTokenizerFast:
-    """One token a character (ASCII): 0 is padding, 1 ends an answer, then `characters` in order, then `<19>` and so on up to `size`.
+    """Return a tokenizer of one token a character (ASCII).
 
-    It is a byte-level BPE without merges, because transformers loads the tokenizers of some model types as that,
-    whatever class was saved. Raises ValueError for a character that appears twice or is not ASCII.
+    0 is padding, 1 ends an answer, then come `characters` in order, then `<19>` and so on up to `size`. It is a
+    byte-level BPE without merges, because transformers loads the tokenizers of some model types as that, whatever class
+    was saved. Raises ValueError for a character that appears twice or is not ASCII.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

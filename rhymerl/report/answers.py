@@ -17,7 +17,7 @@ _COUNTS = ("sample", "tokens", "passes", "drafted", "accepted", "is_cut")
 
 
 class AnswerColumns:
-    """Puts the answers of one step behind those of another; a long run has millions."""
+    """Collects the answers of all steps in columns; a long run has millions."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, int] = {}  # by id
@@ -75,7 +75,7 @@ def _turn(found: Mapping[str, Any]) -> AnswerTurn:
 
 
 def _changes(prompt: IndexArray, epoch: IndexArray, reward: FloatArray) -> FloatArray:
-    """Return for each answer [N] by how much its prompt's mean reward rose since the epoch in which the prompt was before."""
+    """Return, for each answer [N], the rise of its prompt's mean reward since the prompt's previous epoch."""
     visit = prompt * (epoch.max() + 1) + epoch  # ascends by prompt, then epoch
     visits, index = np.unique(visit, return_inverse=True)
     known = ~np.isnan(reward)

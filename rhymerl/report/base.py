@@ -45,7 +45,7 @@ class AnswerTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerText:
-    """What an answer says. `runs` are its characters by origin: how many follow one another from one DraftSource (or NOT_DRAFTED)."""
+    """The text of an answer; `runs` are lengths of characters by origin, a DraftSource or NOT_DRAFTED."""
 
     prompt: str
     text: str

@@ -22,9 +22,10 @@ def curves_of(rows: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, Curv
 
 
 def read_tensorboard(folder: Path) -> dict[str, Curve]:
-    """Return the curves in all event files of a folder; those of steps that a resumed run has repeated are the newer ones.
+    """Return the curves in all event files of a folder.
 
-    Raises DataError naming a file that cannot be read.
+    For steps that a resumed run has repeated, the newer values count. Raises DataError naming a file that cannot be
+    read.
     """
     points: Points = {}
     for path in sorted(folder.glob("events.out.tfevents.*")):

@@ -16,7 +16,7 @@ _PARTS = ("algo", "drafter", "budget", "scheduler", "backend")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure by run; `note` says what it is."""
+    """A figure by run; `note` explains it."""
 
     name: str
     values: Sequence[str]

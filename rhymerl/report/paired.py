@@ -19,10 +19,9 @@ _LEAST_PROMPTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedDifference:
-    """The reward of one run minus that of another, by step. S = steps that both have.
+    """The reward of one run minus another's, by step. S = steps that both have.
 
-    Prompts are the units: the mean over the answers to a prompt counts once, and variances are those of a mean over
-    prompts.
+    Prompts are the units: the mean over a prompt's answers counts once, and variances are for a mean over prompts.
     """
 
     steps: Sequence[int]  # [S]
@@ -37,12 +36,12 @@ class PairedDifference:
 
     @property
     def overall(self) -> tuple[float, float]:
-        """The mean over all steps, and half of its 95 % interval."""
+        """Return the mean over all steps, and half of its 95 % interval."""
         return float(self.mean.mean()), float(_NORMAL_95 * np.sqrt(self.variance.sum()) / len(self.steps))
 
 
 def paired_difference(first: Run, second: Run) -> PairedDifference | None:
-    """Return `second` minus `first`; None where they have no answers with the same noise: another seed, other prompts, or no record."""
+    """Return `second` minus `first`; None without answers of equal noise: other seed or prompts, or no record."""
     if first.answers is None or second.answers is None or first.settings.get("seed") != second.settings.get("seed"):
         return None
     mine, theirs = _by_step(first.answers), _by_step(second.answers)

@@ -14,7 +14,7 @@ def say(words: str, *, style: str | None = None) -> None:
 
 
 def readable(value: float, *, digits: int = 4) -> str:
-    """Return so many digits, or all of those before the point: `0.5234`, `14,251`."""
+    """Return so many digits, but all before the point: `0.5234`, `14,251`."""
     words = f"{value:.{digits}g}"
     return f"{value:,.0f}" if abs(value) >= 1000 or "e+" in words else words
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def sample_data(answers: Answers, *, max_answers: int, max_texts: int) -> dict[str, Any]:
-    """Return at most so many answers as columns, and so many texts by row: those of whole steps, every so many, and of whole prompts."""
+    """Return at most so many answers as columns and texts by row, of whole prompts in regularly chosen steps."""
     chosen = _chosen_rows(answers, max_answers)
     rows = {int(index): row for row, index in enumerate(chosen)}
     texts = [index for index in _chosen_texts(answers, max_texts) if index in rows]
@@ -43,7 +43,7 @@ def _or_none(values: FloatArray) -> list[float | None]:
 
 
 def _chosen_rows(answers: Answers, most: int) -> Any:
-    """Return the answers of every so many steps, the last one among them."""
+    """Return the answers of evenly spaced steps, the last one included."""
     steps = np.unique(answers.step)
     stride = -(-len(answers) // most)
     while True:

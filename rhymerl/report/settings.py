@@ -1,4 +1,4 @@
-"""The settings of runs, and in what they differ."""
+"""The settings of runs, and their differences."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class _Plain(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def flat_settings(path: Path) -> dict[str, str]:
-    """Return all settings of a `config.yaml` as text by dotted key; what follows another setting says so, since nothing is resolved.
+    """Return all settings of a `config.yaml` as text by dotted key.
 
-    Raises ConfigError naming the file when it is not what a run writes there.
+    References to other settings stay as they are, since nothing is resolved. Raises ConfigError naming the file when it
+    is not what a run writes there.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""The timeline of a run: when workers decoded or waited for environments, when weights came, when the policy was trained."""
+"""The timeline of a run: when workers decoded or awaited environments, weights came, and the policy was trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as a Chrome trace, which Perfetto and chrome://tracing show: ranks and workers, passes, rewards, waiting episodes, updates."""
+"""A run as a Chrome trace for Perfetto and chrome://tracing: ranks, workers, passes, rewards, episodes, updates."""
 
 from __future__ import annotations
 

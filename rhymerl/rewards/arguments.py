@@ -22,13 +22,13 @@ class NamedArguments(Protocol):
 
 
 def check_argument(reward: NamedArguments, name: str, holds: Callable[[Any], bool], expected: str) -> None:
-    """Raises ConfigError for a fixed argument that does not hold; one that is a column instead is for the function to judge."""
+    """Raise ConfigError for an invalid fixed argument; the function itself checks one that is a column."""
     if name in reward.arguments and not holds(reward.arguments[name]):
         raise argument_error(reward, name, expected)
 
 
 def argument_error(reward: NamedArguments, name: str, expected: str) -> ConfigError:
-    """`rewards.short.arguments.max_characters='9': expected …`."""
+    """Return an error like `rewards.short.arguments.max_characters='9': expected …`."""
     return ConfigError(f"rewards.{reward.name}.arguments.{name}={reward.arguments[name]!r}: expected {expected}")
 
 
@@ -43,7 +43,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def answer_text(answer: object) -> str:
-    """Return a row's answer as a text. Raises ValueError for null, lists and whatever else no completion can be compared with."""
+    """Return a row's answer as a text. Raises ValueError for null, lists and others that no completion can equal."""
     if isinstance(answer, str | Decimal) or is_number(answer):
         return str(answer)
     raise ValueError(f"answer={answer!r:.80}: expected a text or a number")

@@ -29,7 +29,7 @@ _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {  # what a function
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """The parameters of a reward function besides the completion."""
+    """The parameters of a reward function after the completion."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -41,15 +41,16 @@ class Parameters:
 class Reward:
     """One reward function of a run: `Reward("my_module.score", weight=0.5)`.
 
-    The function gets the completion's text and those of the row's columns that its signature accepts; `prompt` (its
-    text), `token_ids`, `finish_reason`, and of an episode `turns` (each with its `text` and the `reply` to it) and
-    `turn_rewards` (None where the environment gave none), where it names them and the row has no such column. None says
-    that it does not apply to this sample. `where="pool"` runs it in reward processes, with a limit of `timeout_s` a
-    sample; it must be importable by name. `"main"` runs it in the trainer's process as soon as a completion finishes,
-    `"engine"` in the process that owns the engine after all have finished, with a `device` keyword if the function
-    accepts one; neither can stop a sync function. With `batch=True` the function takes a chunk of completions, and
-    lists of column values, at once (and `timeout_s` for each); which completions share a chunk is not fixed. A sample
-    whose call fails gets `default`.
+    The function gets the completion's text, and the row's columns that its signature accepts. It also gets, by name, if
+    the row has no such column: `prompt` (its text), `token_ids`, `finish_reason`, and for episodes `turns` (each with
+    its `text` and the `reply` to it) and `turn_rewards` (None where the environment gave none). It returns None if it
+    does not apply to this sample. A sample whose call fails gets `default`.
+
+    `where="pool"` runs it in reward processes, with a limit of `timeout_s` a sample; it must be importable by name.
+    `"main"` runs it in the trainer's process as soon as a completion finishes. `"engine"` runs it in the process that
+    owns the engine, after all completions, with a `device` keyword if the function accepts one. Neither `"main"` nor
+    `"engine"` can stop a sync function. With `batch=True` the function takes a chunk of completions, and lists of
+    column values, at once (and `timeout_s` for each); the chunks are not fixed.
 
     Raises ValueError, which names the argument.
     """
@@ -100,7 +101,7 @@ class Reward:
 
     @property
     def setting(self) -> str:
-        """Return how messages name it: `rewards.score.function='my_module.score'`."""
+        """Return the reward's name in messages: `rewards.score.function='my_module.score'`."""
         return f"rewards.{self.name}.{self._function}"
 
     @property
@@ -116,7 +117,7 @@ class Reward:
 
     @property
     def extract(self) -> Extract | None:
-        """The function from a text to the answer that the reward looks at in it, or None where it has none."""
+        """Return the function that extracts the answer from a text, or None."""
         return getattr(self.call, "extract", None)
 
     @property
@@ -125,7 +126,7 @@ class Reward:
         return tuple(name for name in self.parameters.required if name not in known)
 
     def select(self, columns: Mapping[str, Any], completion: Completion | None) -> dict[str, Any]:
-        """Return what a call is given of a row's columns, and of what is known of the completion where the function names it."""
+        """Return a call's arguments from a row's columns and, if the function names them, the completion's facts."""
         provided = {self.parameters.completion, *self._provided}
         names = columns if self.parameters.takes_any else self.parameters.names
         found = {name: columns[name] for name in names if name in columns and name not in provided}
@@ -177,7 +178,7 @@ class Reward:
 
 
 def check_reward(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, str] | None = None) -> None:
-    """Raises ConfigError for what the function itself checks; else see `check_columns`."""
+    """Raise ConfigError for errors that the function itself finds; else see `check_columns`."""
     check = getattr(reward.call, "check", None)
     if check is not None:
         check(reward)
@@ -187,7 +188,8 @@ def check_reward(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, s
 def check_columns(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, str] | None = None) -> None:
     """Raises ConfigError when no row has a column that the function requires, DataError when some have it.
 
-    `columns` are those of every row; `gaps` are those of some, each with the place of the first row that lacks it.
+    `columns` are the columns of every row; `gaps` are the columns of some rows, each with the place of the first row
+    without it.
     """
     known = list(columns)
     for name in reward.required_columns:
@@ -205,7 +207,7 @@ def _is_name(value: object) -> bool:
 
 
 def own_name(function: object) -> str:
-    """Return the name of a reward that is given none."""
+    """Return the default name of a reward."""
     if isinstance(function, str):
         return function.rpartition(".")[2] or "reward"
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")

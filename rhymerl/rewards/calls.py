@@ -24,9 +24,10 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of one call. `absent`: the function does not apply; `again`: it failed with others, so it must be called alone.
+    """The outcome of one call.
 
-    A reward process's first outcome is that of its start.
+    `absent`: the function does not apply; `again`: it failed with others, so it must be called alone. The first outcome
+    of a reward process is about its start.
     """
 
     position: int  # in the chunk
@@ -41,7 +42,7 @@ Drive = Callable[[Coroutine[Any, Any, Any]], Any]  # runs a coroutine to its end
 
 
 class Attempt:
-    """Runs user code: `with Attempt() as attempt: …` keeps what it raises, as an error and as one line."""
+    """Runs user code: `with Attempt() as attempt: …` keeps its exception, as an error and as one line."""
 
     error: BaseException | None = None
     message: str = ""
@@ -60,7 +61,7 @@ class Attempt:
 
 
 def _describe(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero (my_rewards.py:12)`, the place being the innermost frame."""
+    """Return `ZeroDivisionError: division by zero (my_rewards.py:12)`, with the place of the innermost frame."""
     line = traceback.format_exception_only(error)[-1].strip()[:_MAX_MESSAGE_CHARACTERS]
     frames = [
         frame
@@ -73,7 +74,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _number(value: object) -> float | None:
-    """Anything that is a number by itself (NumPy and 0-d tensors too), None, or one of them as `score`. Raises TypeError or ValueError."""
+    """Return a number (NumPy and 0-d tensors too) or None, by itself or as `score`. Raises TypeError or ValueError."""
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
     if value is None:

@@ -105,11 +105,12 @@ def classifier_score(
     label: str | None = None,
     max_tokens: int | None = None,
 ) -> list[float]:
-    """Return the logit of a classifier with one output, the probability of `label` for one with several; for `where="engine"`, `batch`.
+    """Return a classifier's logit, or the probability of `label` if it has several outputs.
 
-    It reads the column `question`, where the data has one, and the answer: as a chat if the tokenizer has a template,
-    else as a pair of texts. At most `max_tokens` are read (default: as many as the model can). The model is loaded once
-    a process and device. Raises ValueError for a label that the model does not have.
+    It runs with `where="engine"` and `batch`. It reads the column `question`, where the data has one, and the answer:
+    as a chat if the tokenizer has a template, else as a pair of texts. At most `max_tokens` are read (default: as many
+    as the model can). The model is loaded once a process and device. Raises ValueError for a label that the model does
+    not have.
     """
     import torch
 

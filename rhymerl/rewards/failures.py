@@ -55,7 +55,7 @@ class Failures:
         return found
 
     def check(self, rewards: Sequence[Reward], where: str) -> None:
-        """Raise RewardError, with what the first one failed with, when every call of a reward has: `where` says of what."""
+        """Raise RewardError with the first failure if all calls of a reward in `where`, such as a step, failed."""
         for reward in rewards:
             if (count := self.num_failed.get(reward.name)) and count == self.num_calls(reward.name):
                 raise RewardError(

@@ -86,7 +86,7 @@ def check_tags(reward: Reward) -> None:
 
 @brings(check=check_tags)
 def tag_match(completion: str, *, tags: Sequence[str], prompt: object = "") -> float:
-    """Return 1.0 when the completion is these tags, each once and in this order, with text in each and none outside; else 0.0.
+    """Return 1.0 when the completion is these tags, each once, in order, with text in each and none outside; else 0.0.
 
     `tags=["think", "answer"]` wants `<think>…</think> <answer>…</answer>`; white space between them is free. A first
     tag with which the prompt ends, as some chat templates write it, counts as the completion's.
@@ -126,7 +126,7 @@ def length_penalty(completion: str, *, free_characters: int, max_characters: int
 
 
 def turn_rewards(completion: str, *, turn_rewards: Sequence[float | None]) -> float:
-    """Return the sum of the rewards that an environment gave for the turns of an episode. PPO gets each at the end of its turn."""
+    """Return the sum of an environment's rewards for turns; PPO gets each at the end of its turn."""
     return sum((reward for reward in turn_rewards if reward is not None), 0.0)
 
 

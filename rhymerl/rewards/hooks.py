@@ -1,4 +1,4 @@
-"""The hooks that a reward function may bring along besides its value."""
+"""Optional hooks of a reward function."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def brings(
     opens: Opens | None = None,
     try_answer: TryAnswer | None = None,
 ) -> Callable[[Function], Function]:
-    """A decorator. `check` gets the Reward and raises ConfigError, before any compute, where the function cannot work; `extract` is for maj@k.
+    """Return a decorator that adds hooks to a reward function.
 
-    `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from the
-    reward's arguments, and closes it in the end. `try_answer` gets the column `answer` of each row before a run. All
-    become attributes of the function, which other ways of setting them do as well.
+    `check` gets the Reward and raises ConfigError, before any compute, where the function cannot work; `extract` is for
+    maj@k. `opens` is for what outlives a call: each process that calls the function makes it once, by parameter from
+    the reward's arguments, and closes it in the end. `try_answer` gets the column `answer` of each row before a run.
+    All become attributes of the function, which other ways of setting them do as well.
     """
 
     def decorate(function: Function) -> Function:
@@ -37,11 +38,11 @@ def brings(
 
 
 def opens_of(function: object) -> Opens:
-    """Return what a function wants to have open."""
+    """Return the resources that a function wants to have open."""
     return getattr(function, "opens", None) or {}
 
 
 def opened(function: object, arguments: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """Return the arguments, and what the function wants to have open besides, which closes with `stack`."""
+    """Return the arguments and the function's open resources, which close with `stack`."""
     opens = {name: open_it for name, open_it in opens_of(function).items() if name not in arguments}
     return {**arguments, **{name: stack.enter_context(open_it(arguments)) for name, open_it in opens.items()}}

@@ -1,4 +1,4 @@
-"""The messages of a reward process: lines of JSON, each checked. Its pipe is open to whatever a reward function does."""
+"""The messages of a reward process: lines of JSON, each checked, since reward functions may write to its pipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def line_of(outcome: Outcome) -> bytes:
 
 
 class LineReader:
-    """Reads from a descriptor lines of up to so many bytes, each of which `parse` reads or refuses with StrayBytesError."""
+    """Reads lines of limited size from a descriptor; `parse` reads each or refuses it with StrayBytesError."""
 
     def __init__(self, fd: int, parse: Callable[[bytes], Any], *, max_bytes: int = MAX_LINE_BYTES) -> None:
         self._fd = fd
@@ -32,7 +32,7 @@ class LineReader:
         self._remainder = b""
 
     def read(self) -> Iterator[Any]:
-        """Return what there is by now; wait only where there is nothing. Raises EOFError at the end, OSError and StrayBytesError."""
+        """Return all lines so far; wait only if none. Raises EOFError at the end, OSError and StrayBytesError."""
         data = os.read(self._fd, MAX_LINE_BYTES)
         if not data:
             raise EOFError

@@ -16,10 +16,11 @@ from rhymerl.rewards.hooks import opened
 
 
 class LocalReward:
-    """Calls one reward, in chunks, and hands each outcome to `deliver(reward, key, outcome)` once; after a chunk it calls `poll`.
+    """Calls one reward in chunks, and passes each outcome to `deliver(reward, key, outcome)` once.
 
-    A sync function cannot be stopped, so its value counts however long it took. Async ones run in an event
-    loop on a thread of their own, because this thread may be running a loop already, as in a notebook.
+    After a chunk it calls `poll`. A sync function cannot be stopped, so its value counts however long it took. Async
+    ones run in an event loop on a thread of their own, because this thread may be running a loop already, as in a
+    notebook.
     """
 
     def __init__(

@@ -61,12 +61,12 @@ def try_math_answer(answer: object) -> str:
 
 @brings(check=check_math, extract=math_answer, try_answer=try_math_answer)
 def math_match(completion: str, *, answer: object) -> float:
-    r"""Return 1.0 when the last expression of the completion, best in `\boxed{}`, has the value of the answer; else 0.0.
+    r"""Return 1.0 when the completion's last expression, best in `\boxed{}`, equals the answer; else 0.0.
 
-    A percentage is a hundredth part, and what it was written as; units and currencies do not count, and words are
-    compared as text. By math-verify, whose time limits rest on a signal: they hold in a process's main thread, which is
-    where `where="pool"` and usually `"main"` call this; elsewhere only the limits of whoever calls. Raises ValueError
-    when the answer is no expression.
+    A percentage equals both its hundredth part and the number itself; units and currencies do not count, and words are
+    compared as text. math-verify does it, with time limits by a signal. They hold in a process's main thread, where
+    `where="pool"` and usually `"main"` call this; elsewhere only the caller's limits hold. Raises ValueError when the
+    answer is no expression.
     """
     gold = _gold(_plain_number(answer))
     return float(importlib.import_module("math_verify").verify(gold, _parse(completion), timeout_seconds=_limit()))

@@ -1,6 +1,6 @@
 """A pool of reward processes that survives reward functions which raise, hang or kill their process.
 
-No thread: whoever calls `poll` or `drain` moves work out and answers in.
+There is no thread: calls of `poll` and `drain` move work out and answers in.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _PooledProcess(ChildProcess):
 
 
 class RewardPool:
-    """Runs calls of `rewards` in reward processes, in chunks, and hands each outcome to `deliver(reward, key, outcome)` once.
+    """Runs calls of `rewards` in processes, in chunks; `deliver(reward, key, outcome)` gets each outcome once.
 
     A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. If calls run at the
     same time (async or batch), the guilty one is found by running each again alone. Processes start with the first

@@ -1,4 +1,4 @@
-"""The program of a reward process: it imports the reward functions, then answers sample by sample until its parent leaves.
+"""The program of a reward process: it imports the reward functions, then scores samples until its parent leaves.
 
 Started by `rhymerl.rewards.pool` only. It imports this package and the users' modules, nothing heavy.
 """

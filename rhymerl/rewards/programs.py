@@ -24,7 +24,7 @@ _MIN_MEMORY_MB = 64  # Python itself starts in 16, and imports most of its libra
 
 
 def check_code(reward: Reward) -> None:
-    """Raises ConfigError for settings under which no answer could pass, and for walls that this machine lacks and they do not allow to."""
+    """Raise ConfigError if no answer can pass, or if this machine lacks a wall that the settings do not waive."""
     for name in ("partial", "packages"):
         check_argument(reward, name, lambda value: isinstance(value, bool), "true or false")
     check_argument(reward, "entry_point", _is_expression, "an expression of Python, such as add or Solution().add")
@@ -114,7 +114,7 @@ class _Fence:
 
 
 def last_code_block(text: str) -> str:
-    """Return the program in `text`: the last block fenced by ``` as Python, else the last fenced without a language, else all of it.
+    """Return the program in `text`: the last Python block fenced by ```, else the last without a language, else all.
 
     The last block may lack its end, and a program that the prompt has opened ends at the first fence. Common
     indentation goes.

@@ -82,7 +82,7 @@ def reasoning_gym_reward(
 
 
 def _folders() -> list[str]:
-    """Return the folders in which the package and what it imports are installed."""
+    """Return the folders of the package and its dependencies."""
     spec = find_spec("reasoning_gym")
     found = [str(Path(folder).parent) for folder in (spec.submodule_search_locations or [] if spec else [])]
     return sorted({*found, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})

@@ -79,7 +79,7 @@ class RewardScorer:
 
     @property
     def turn_weight(self) -> float:
-        """Return the weight that an environment's rewards of turns have in a sample's: that of the function which sums them."""
+        """Return the weight of turn rewards in a sample's reward, taken from the function that sums them."""
         return sum(reward.weight for reward in self.rewards if reward.call is turn_rewards)
 
     def begin(self, key: str, text: str, columns: Mapping[str, Any], completion: Completion | None = None) -> None:
@@ -88,7 +88,7 @@ class RewardScorer:
         self._begun[key] = self._sent_to_pool(text, columns, completion)
 
     def forget(self) -> None:
-        """Nothing that was only begun will be submitted."""
+        """Forget samples that were only begun: they will not be submitted."""
         self._forget(list(self._begun))
 
     def _forget(self, keys: Sequence[str]) -> None:
@@ -134,10 +134,11 @@ class RewardScorer:
     def collect(
         self, device: torch.device | str | None = None, *, order: Sequence[str] | None = None
     ) -> dict[str, dict[str, float]]:
-        """Wait for all samples: rewards by key, then by name, in the order of submission or in `order`; those that do not apply are not there.
+        """Wait for all samples; return rewards by key and name.
 
-        Rewards with where='engine' run here, in that order, so give one that no timing changes. Raises
-        RewardError when a reward process cannot work at all.
+        They are in the order of submission or in `order`, without rewards that do not apply. Rewards with
+        where='engine' run here, in that order, so give one that no timing changes. Raises RewardError when a reward
+        process cannot work at all.
         """
         keys = list(self._samples) if order is None else list(order)
         if len(keys) != len(self._samples) or set(keys) != set(self._samples):

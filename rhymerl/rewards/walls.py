@@ -21,9 +21,9 @@ _OPEN_WITHOUT = {
 
 
 def check_sandbox(reward: Reward, *, time_limit_s: float, min_memory_mb: int) -> None:
-    """Raises ConfigError for limits that no answer could keep, and for walls that this machine lacks and nobody has renounced.
+    """Raise ConfigError for limits that no answer can keep.
 
-    `time_limit_s` is the function's default.
+    Also for walls that this machine lacks and that nobody has renounced. `time_limit_s` is the function's default.
     """
     from rhymerl.rewards.sandbox.process import SandboxError
     from rhymerl.rewards.sandbox.run import WALLS, missing_walls

@@ -59,7 +59,7 @@ class ScoringAhead:
         return text if output is completion.output else self._decode(completion.token_ids)
 
     def forget(self) -> None:
-        """The step has its answers: what has begun besides was for another one."""
+        """Forget what has begun for another step: this one has its answers."""
         self._texts.clear()
         self._scorer.forget()
 

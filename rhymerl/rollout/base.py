@@ -17,14 +17,14 @@ class RolloutSettings:
     """The settings for sampling answers. Raises ValueError naming the argument that is out of range.
 
     `skip_special_tokens` leaves the tokenizer's special tokens out of the texts that rewards and files get; otherwise
-    only the model's own end of an answer is left out. `dynamic_sampling` is in how many rounds groups whose rewards are
-    all equal, which teach nothing, may be replaced by those of other prompts (DAPO, arXiv 2503.14476, section 3.2);
-    what is left after the last round stays.
+    only the stop token is left out. `dynamic_sampling` is the number of rounds in which groups with equal rewards,
+    which teach nothing, may be replaced by groups of other prompts (DAPO, arXiv 2503.14476, section 3.2). Such groups
+    stay after the last round.
 
-    With an environment an answer is an episode: of at most `max_turns`, with at most `max_tokens` sampled in all of
-    them and `max_turn_tokens` in one (None: as many as are left). A reply is cut to `max_reply_tokens`, and takes at
-    most `reply_timeout_s`. The latest replies of an environment that is a pure function are remembered, in
-    `reply_memory_mb`; 0 asks it every time.
+    With an environment an answer is an episode of at most `max_turns` turns. At most `max_tokens` are sampled in all
+    turns, and `max_turn_tokens` in one (None: as many as are left). A reply is cut to `max_reply_tokens`, and takes at
+    most `reply_timeout_s`. `reply_memory_mb` remembers the latest replies of an environment that is a pure function; 0
+    asks it every time.
     """
 
     group_size: int = at_least(1, 8)
@@ -59,7 +59,7 @@ class RolloutSettings:
         return (self.max_turns - 1) * self.max_reply_tokens
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
-        """Return the parameters of one request: the policy's own stop ids and the ones asked for besides."""
+        """Return the parameters of one request, with the policy's stop ids and the further ones of the settings."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -86,7 +86,7 @@ def requests_of(
     split: Split = "train",
     round_number: int = 0,
 ) -> list[RolloutRequest]:
-    """Return `group_size` requests a prompt, in canonical order; `seed` is the run's, `stop_token_ids` are the policy's."""
+    """Return `group_size` requests a prompt, in canonical order, from the run's `seed` and the policy's stop tokens."""
     sampling = settings.sampling(stop_token_ids)
     return [
         RolloutRequest(

@@ -106,12 +106,12 @@ class RolloutLoop:
         following: Sequence[Prompt] | None = None,
         replacements: Iterator[Prompt] | None = None,
     ) -> Rollout:
-        """`group_size` scored answers a prompt. `step` keys the noise, `epoch` and `split` say where in the history they go.
+        """Return `group_size` scored answers a prompt.
 
-        Drafter and scheduler learn from the split `train` only; the history of the other serves its own drafts.
-        `following` are the next step's prompts, for workers that run ahead; without them none does. `replacements` are
-        other prompts, for groups that teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same
-        arguments.
+        `step` keys the noise; `epoch` and `split` say where in the history the answers go. Drafter and scheduler learn
+        from the split `train` only; the history of the other serves its own drafts. `following` are the next step's
+        prompts, for workers that run ahead; without them none does. `replacements` are other prompts, for groups that
+        teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same arguments.
         """
         self._ahead.stop()
         requests = self._requests(prompts, step, settings, split)
@@ -249,7 +249,7 @@ class RolloutLoop:
     # -- its end -------------------------------------------------------------------------------------------------
 
     def _learn(self, rounds: Sequence[SamplingRound], epoch: int, split: Split) -> dict[str, float]:
-        """Drafter, scheduler and history, from replaced groups too; returns what they and the coordinator have to say."""
+        """Update drafter, scheduler and history, also by replaced groups; return metrics, the coordinator's too."""
         samples = [sample for each in rounds for sample in each.samples]
         metrics = {"sched/migration_rate": sum(each.num_moves for each in rounds) / len(samples)}
         if split == "train":

@@ -17,7 +17,7 @@ _LIMITS: tuple[FinishReason, ...] = ("max_turns", "length", "context", "environm
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the rewards and lengths of a step's samples, by their names in docs/metrics.md; `reward` only where any sample has one."""
+    """Return rewards and lengths of samples by their names in docs/metrics.md; `reward` only if a sample has one."""
     rewarded = [sample for sample in samples if sample.has_reward]
     lengths = np.array([sample.num_sampled for sample in samples])
     ended = np.array([sample.completion.finish_reason == "stop" for sample in samples])

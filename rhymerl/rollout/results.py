@@ -13,7 +13,7 @@ from rhymerl.types import Output, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredOutput:
-    """An answer and its rewards, as it travels to the other ranks; `index` is that of its request in the step's list."""
+    """An answer and its rewards, as sent to the other ranks; `index` is its request's in the step's list."""
 
     index: int
     output: Output
@@ -40,7 +40,7 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRound:
-    """The results of some of the step's requests on all ranks: those of its prompts, or of others in the place of some."""
+    """The results of some of the step's requests on all ranks: its prompts' own, or those of replacements."""
 
     samples: list[Sample]
     by_rank: Sequence[RankResult]

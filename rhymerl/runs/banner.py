@@ -1,4 +1,4 @@
-"""The words about a run besides its steps: what is trained, on what and where; and how to go on after it has ended too early."""
+"""The words about a run beside its steps: what is trained, on what, where; and how to resume after an early end."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """An extra of the package, as in pip install 'rhymerl[NAME]'. `missing` are requirements that are absent or of another version."""
+    """An extra of the package, as in pip install 'rhymerl[NAME]'; `missing` are absent or wrong requirements."""
 
     name: str
     missing: Sequence[str]

@@ -15,10 +15,10 @@ from rhymerl.training.checkpoint import policy_outline, policy_reader, read_chec
 
 
 def export(run: str | Path, out: str | Path) -> Path:
-    """Write the policy of a run directory's last checkpoint (or of a checkpoint file) as a Hugging Face directory, with a model card.
+    """Write the policy of a run's last checkpoint as a Hugging Face directory with a model card.
 
-    `out` must be new, or empty: what fails leaves nothing in it. Raises ConfigError, also for a checkpoint that is
-    damaged.
+    `run` is a run directory or a checkpoint file. `out` must be new, or empty: what fails leaves nothing in it. Raises
+    ConfigError, also for a checkpoint that is damaged.
     """
     run, out = Path(run), Path(out)
     path = run if run.is_file() else run / "checkpoints" / "last.ckpt"

@@ -67,12 +67,12 @@ def fit(
     progress: ProgressBar = SILENT,
     is_dry: bool = False,
 ) -> dict[str, Any]:
-    """Train, evaluating before and after; rank 0 leaves config, checkpoints, logs and summary.json in the run directory.
+    """Train, evaluating before and after; rank 0 writes config, checkpoints, logs and summary.json to the run folder.
 
-    A run that a callback stops early (`should_stop`) is saved but not evaluated; of one that has been finished nothing
-    is left to do. A dry run ends after all checks with an estimate (see `rhymerl.runs.plan.describe`), which it prints
-    and returns; it writes nothing. `progress` is that of evaluations. Raises ConfigError and DataError for bad input
-    before anything is computed, made or overwritten; what else ends it carries a note how to go on.
+    A run that a callback stops early (`should_stop`) is saved but not evaluated; a finished run has nothing left to do.
+    A dry run ends after all checks with an estimate (see `rhymerl.runs.plan.describe`), which it prints and returns; it
+    writes nothing. `progress` is for evaluations. Raises ConfigError and DataError for bad input before anything is
+    computed, made or overwritten; other errors carry a note on how to resume.
     """
     run_dir = Path(config.run_dir)
     # Nobody else writes, and a default run_dir has the time in its name.
@@ -180,7 +180,7 @@ def _is_profiled(config: DictConfig) -> bool:
 def _result_of_finished(
     point: ResumePoint, run_dir: Path, trainer: L.Trainer, datamodule: PromptDataModule, *, evaluates: bool
 ) -> Result | None:
-    """Return the result of a run that has nothing left to do; None for any other. The data is at the checkpoint's place."""
+    """Return the result of a run with nothing left to do, else None; the data is at the checkpoint's place."""
     loader, path = datamodule.train_loader, run_dir / "summary.json"
     assert loader is not None
     epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
@@ -198,7 +198,7 @@ def _result_of_finished(
 
 
 def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, float]:
-    """Return the validation metrics of the policy as it is, or as a checkpoint (`ckpt_path`) left it; needs no training data.
+    """Return the validation metrics of the policy, or of a checkpoint (`ckpt_path`); needs no training data.
 
     The answers go to `evaluations/step=N.jsonl` in the run directory, or to `step=N-2.jsonl` and so on.
     """
@@ -243,7 +243,7 @@ def evaluate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
 
 @contextmanager
 def _full_disk(run_dir: Path) -> Iterator[None]:
-    """Context in which no space left is an error of one line, whoever meets it."""
+    """Context in which a full disk is an error of one line, wherever it occurs."""
     try:
         yield
     except OSError as error:

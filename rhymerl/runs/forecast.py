@@ -1,4 +1,4 @@
-"""After the first pass over the prompts: how much a run's answers repeat one another, and what drafts from them should bring."""
+"""The forecast after the first epoch: how much answers repeat one another, and what drafts should gain from that."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Forecast:
 
 
 def forecast(records: Iterable[TraceRecord]) -> Forecast | None:
-    """Return what to expect of the following epochs by the answers of one; None where too few prompts have two answers."""
+    """Return the forecast for later epochs from one epoch's answers; None if too few prompts have two answers."""
     groups: dict[str, list[TraceRecord]] = {}
     for each in records:
         groups.setdefault(each.prompt_id, []).append(each)
@@ -53,7 +53,7 @@ def forecast(records: Iterable[TraceRecord]) -> Forecast | None:
 
 
 def _halves(group: Sequence[TraceRecord]) -> list[TraceRecord]:
-    """Return the answers to a prompt, the first half as those of an epoch, the others as those of the next."""
+    """Return the answers to a prompt in two halves, as answers of two epochs."""
     return [replace(each, epoch=int(index >= len(group) // 2)) for index, each in enumerate(group)]
 
 

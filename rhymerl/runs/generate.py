@@ -84,7 +84,7 @@ class AnswerTotals:
 
 
 def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """Answer all prompts `passes` times and write every answer with its log-probs, for a config such as configs/rollout.yaml.
+    """Answer all prompts `passes` times and write each answer with its log-probs; see configs/rollout.yaml.
 
     Raises ConfigError and DataError for bad input before anything is computed or overwritten. A run that is killed
     leaves what it had written, in whole lines.
@@ -129,7 +129,7 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
 
 
 def checked_out(name: str | None, *, overwrite: bool) -> Path:
-    """Return the file to write. Raises ConfigError for a directory, one in no directory, and one that is there already."""
+    """Return the file to write. Raises ConfigError for a directory, a missing one, and an existing file."""
     if name is None:
         raise ConfigError("out=null: name the file to write, .jsonl or .jsonl.gz")
     path = Path(str(name))

@@ -1,4 +1,4 @@
-"""The README.md of an exported policy: what it was trained on and how, with its results and its reward by step."""
+"""The README.md of an exported policy: its training data and settings, its results, and its reward by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 
 
 def write_model_card(folder: Path, checkpoint: Mapping[str, Any], run: Path | None) -> None:
-    """Write `README.md` into the folder of an exported policy, and its reward as a picture where matplotlib is installed.
+    """Write the `README.md` of an exported policy, and its reward as a picture if matplotlib is installed.
 
     `run` is the directory of the run, for its results and curves; None where only the checkpoint is there.
     """
@@ -48,7 +48,7 @@ def write_model_card(folder: Path, checkpoint: Mapping[str, Any], run: Path | No
 
 
 def _read(run: Path | None) -> Run | None:
-    """A run whose files cannot be read any more is exported without its curves."""
+    """Return the run, or None if its files cannot be read any more: it is then exported without curves."""
     try:
         return read_run(run) if run is not None else None
     except (UsageError, ConfigError, DataError):
@@ -97,7 +97,7 @@ def _results(run: Run, step: int) -> str:
 
 
 def _table(curves: Mapping[str, Curve], step: int) -> list[str]:
-    """Some of the steps up to the exported one, the first and the last among them."""
+    """Return a table of some steps up to the exported one, the first and the last among them."""
     first = next(iter(curves.values()))
     steps = [each for each in first.steps if each <= step]
     chosen = (
@@ -133,7 +133,7 @@ def _draw(run: Run, folder: Path) -> str | None:
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """What decides how the policy was trained, in the sections that say so."""
+    """Return the settings of the training, by section."""
     shown = {name: _shown(config[name]) for name in _SECTIONS if name in config}
     if not shown:
         return ""
@@ -163,7 +163,7 @@ def _rewards(given: Any) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return what is public of a value as code within a line, where nothing is Markdown or HTML; all values outside of the settings come here."""
+    """Return a value's public part as inline code without Markdown or HTML, for all values beside the settings."""
     printable = "".join(each if each.isprintable() else " " for each in str(_public(value)))
     text = " ".join(printable.split()) or " "
     ticks = _ticks(text, least=1)

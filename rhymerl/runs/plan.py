@@ -1,4 +1,4 @@
-"""The memory and the traffic of a run from its settings alone: what `rhymerl plan` does, and `rhymerl fit --dry-run` at its end."""
+"""The memory and traffic of a run from its settings alone: `rhymerl plan`, and the end of `rhymerl fit --dry-run`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DEFAULT_GPU = 80 * GIB  # whose chunks of logits are as large as those of any l
 
 
 def plan(config: DictConfig, *, device_gib: float | None = None) -> Result:
-    """Return and print what each rank holds and sends; nothing but the model's config is read. Raises ConfigError for bad settings."""
+    """Print and return what each rank holds and sends, by the model's config. Raises ConfigError for bad settings."""
     if device_gib is not None and not 0 < device_gib < float("inf"):
         raise ConfigError(f"--device-gib {device_gib}: expected a number above 0")
     device_bytes = int(device_gib * GIB) if device_gib is not None else _device_here(config)
@@ -163,7 +163,7 @@ def _num_devices(asked: object) -> int:
 
 
 def describe(setup: Setup, device_bytes: int | None) -> Result:
-    """Return the estimate as plain numbers, in bytes; what fits, and the nearest settings that would, where a device is known."""
+    """Return the estimate as numbers, in bytes; for a known device also what fits, and the nearest settings that do."""
     memory = rank_memory(setup)
     result: Result = {
         "ranks": setup.layout.num_ranks,

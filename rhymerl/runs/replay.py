@@ -189,7 +189,7 @@ class Replay:
 
 
 def replay_trace(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """Return what `rhymerl replay` prints, for a config such as configs/replay.yaml. Raises DataError for a broken trace."""
+    """Return what `rhymerl replay` prints; see configs/replay.yaml. Raises DataError for a broken trace."""
     if config.trace is None:
         raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
     records = list(read_trace(config.trace))
@@ -283,7 +283,7 @@ class _Running:
         return self._tokens[before : self._done]
 
     def goes_on(self) -> bool:
-        """Return whether there is another turn, and let it begin behind the reply to the one before."""
+        """Return whether there is another turn, and begin it after the reply to the last one."""
         self._done, self._end = next(self._turns, (self._done, self._done))
         self.request = replace(self.request, output=Output.of(self._response))
         return not self.has_left
@@ -296,7 +296,7 @@ class _Running:
         return Sample(completion=completion, text="", reward=record.reward, rewards={}, loss_mask=mask)
 
     def completion(self) -> Completion:
-        """Return what there is of the answer when its turn has ended."""
+        """Return the answer so far at the end of its turn."""
         reason = self.record.finish_reason if self._done == len(self._tokens) else "stop"
         return Completion(request=self.request, output=Output.of(self._response, finish_reason=reason))
 

@@ -1,4 +1,4 @@
-"""The point from which a run goes on: which checkpoint, whether it is the same run's, and what has been set otherwise since."""
+"""The point at which a run resumes: its checkpoint, whether it is the same run's, and changed settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SavedPolicy:
         self._read = policy_reader(point.path, checkpoint)
 
     def load_into(self, model: nn.Module) -> None:
-        """Copy one tensor after another into a model, so that there is no second copy of it. Raises ConfigError for another model."""
+        """Copy tensors one by one into a model, without a second copy of it. Raises ConfigError for another model."""
         weights = model.state_dict()
         check_weights(self._outline, weights, self._where)
         for name, weight in weights.items():
@@ -60,9 +60,10 @@ class SavedPolicy:
 
 
 def resume_point(config: DictConfig) -> ResumePoint | None:
-    """Return the checkpoint that `ckpt_path` means: a file, or of `run_dir` `last`, `best` or `auto` (its newest whole one); None is the start.
+    """Return the checkpoint that `ckpt_path` names; None is the start.
 
-    Raises ConfigError when what it names is not there, or not whole.
+    It is a file, or `last`, `best` or `auto` (the newest whole one) of `run_dir`. Raises ConfigError when what it names
+    is not there, or not whole.
     """
     run_dir = Path(config.run_dir)
     is_auto = config.ckpt_path == "auto"
@@ -93,7 +94,7 @@ def _newest(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:
-    """`last` and `best` mean the run directory's own; any other value is a file. Raises ConfigError when it is not there."""
+    """Return the run directory's own for `last` and `best`, else the file. Raises ConfigError if there is none."""
     if setting is None:
         return None
     is_own = setting in ("last", "best")
@@ -107,9 +108,10 @@ def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:
 def check_same_run(
     point: ResumePoint, module: RhymeModule, datamodule: PromptDataModule, config: DictConfig
 ) -> list[Change]:
-    """Return what has been set otherwise since the checkpoint was written, all of which holds from now on; the data is where it was.
+    """Return the settings changed since the checkpoint, all of which hold from now on.
 
-    Raises ConfigError when a run cannot go on like that: other weights, other data.
+    The data is at the checkpoint's place. Raises ConfigError when a run cannot go on like that: other weights, other
+    data.
     """
     where, checkpoint = f"ckpt_path={str(point.path)!r}", point.read()
     check_weights(checkpoint["state_dict"], module.state_dict(), where)

@@ -21,7 +21,7 @@ _OF_THE_CURVE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """The time that the run's rollouts would have taken without drafts, over the time they took; a 95 % interval where there is one."""
+    """The time of the run's rollouts without drafts over their time with drafts, and a 95 % interval if known."""
 
     ratio: float
     low: float | None = None
@@ -44,9 +44,9 @@ class Speedup:
 
 @dataclass(slots=True)
 class SpeedupTotals:
-    """Sums up the steps of a run: `rollout/speedup`, and how far passes were from what its cost curve says (docs/operations.md).
+    """Sums up a run's `rollout/speedup`, and how far passes were from its cost curve (docs/operations.md).
 
-    A report of a step is of all rollouts since the one before.
+    The report of a step covers all rollouts since the last one.
     """
 
     rollout_s: float = 0.0
@@ -97,10 +97,10 @@ class SpeedupTotals:
 
 
 def _half_interval(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of the mean; of many values by the median deviation: a machine that was busy for a while is no error.
+    """Return half of the 95 % interval of the mean.
 
-    That deviation is as uncertain as a standard deviation of `_EFFICIENCY` times as many values (Rousseeuw and Croux
-    1993).
+    For many values it uses the median deviation: a machine that was busy for a while is no error. That deviation is as
+    uncertain as a standard deviation of `_EFFICIENCY` times as many values (Rousseeuw and Croux 1993).
     """
     count, degrees = len(values), len(values) - 1.0
     if count < _FEW:
@@ -112,5 +112,5 @@ def _half_interval(values: Sequence[float]) -> float:
 
 
 def _student_t(degrees: float) -> float:
-    """Return the 97.5 % quantile of Student's distribution (Abramowitz and Stegun, 26.7.5), to 3 % for 2 degrees and better for more."""
+    """Return Student's t at 97.5 % (Abramowitz and Stegun, 26.7.5), to 3 % for 2 degrees and better for more."""
     return _NORMAL + 2.372 / degrees + 2.823 / degrees**2 + 2.556 / degrees**3

@@ -117,7 +117,7 @@ class Summary(L.Callback):
         self.failures = Failures(**state_dict["failures"])
 
     def result(self) -> dict[str, Any]:
-        """Return the figures; `wall_s` is training alone (rollouts, updates, what is between), rewards are means of up to 5 steps."""
+        """Return the figures: `wall_s` is training alone (rollouts, updates, between), rewards average <= 5 steps."""
         rollout_s = self.seconds["rollout"]
         window = max(1, min(_WINDOW, self.num_steps // 2))
         speedup = self.speedup.speedup

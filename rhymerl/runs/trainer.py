@@ -1,4 +1,4 @@
-"""The Lightning Trainer of a run, and what it keeps in the run directory."""
+"""The Lightning Trainer of a run, and its files in the run directory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RunConfig(L.Callback):
         return "_RunConfig"
 
     def on_fit_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
-        """A number that the config gives is no default of Lightning's."""
+        """Log at the config's interval, else at each step: Lightning's default does not count."""
         every = self.config.trainer.log_every_n_steps
         trainer.log_every_n_steps = every if every is not None else 1
 
@@ -103,7 +103,7 @@ class RunConfig(L.Callback):
 
 
 class _LastPoint(L.Callback):
-    """Puts the point of a checkpoint's step into curves that have been cut off there, without an evaluation that is made anew."""
+    """Adds the checkpoint's step to curves that were cut off there, without running an evaluation again."""
 
     def __init__(self, logger: TensorBoardLogger, point: ResumePoint) -> None:
         self.logger = logger

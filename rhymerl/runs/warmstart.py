@@ -59,7 +59,7 @@ class DemonstrationLoader:
         self.step = state["step"]
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """`input_ids`, `labels`, `attention_mask`, each [batch, time]; prompts and replies carry no label."""
+        """Return `input_ids`, `labels`, `attention_mask`, each [batch, time]; prompts and replies have no labels."""
         source = random.Random(f"demonstrations/{self.seed}/{step}")
         problems = self.task.stream("warmstart", seed=source.getrandbits(62))
         rows = [next(problems) for _ in range(self.batch_size)]
@@ -71,7 +71,7 @@ class DemonstrationLoader:
         }
 
     def _demonstration(self, row: Row, source: random.Random) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt, as it is encoded for rollouts, and of an answer to it; and their labels."""
+        """Return the tokens of a prompt, encoded as for rollouts, and of an answer to it; and their labels."""
         prompt = self.encoder.encode(LocatedRow(location="a demonstration", row=row), prompt_id="")
         tokens = [int(token) for token in prompt.token_ids]
         labels = [IGNORE] * len(tokens)

@@ -54,7 +54,7 @@ class Scheduler(ABC):
         """
 
     def work_for(self, max_running: int | None) -> None:
-        """Plan from now on for workers that decode so many requests side by side. A run, or a simulation, calls this before it asks for plans."""
+        """Plan for workers with up to `max_running` running requests; called before the first plan."""
         if self._was_told or self.max_running is None:
             self.max_running, self._was_told = max_running, True
 
@@ -145,7 +145,7 @@ def _is_list(value: object) -> bool:
 
 
 def plan_hash(plan: Sequence[Sequence[RolloutRequest]]) -> str:
-    """Return 32 hex digits that say which request stands where; every rank compares them before it submits its queue."""
+    """Return 32 hex digits of where each request stands; ranks compare them before they submit their queues."""
     digest = hashlib.blake2b(digest_size=16)
     for queue in plan:
         digest.update(f"{len(queue)}\n".encode())

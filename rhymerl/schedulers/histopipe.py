@@ -29,7 +29,7 @@ Group = tuple[Sequence[Piece], int]  # neighbours, and how many workers they hav
 
 @dataclass(kw_only=True, eq=False)
 class HistoPipeScheduler(PredictingScheduler):
-    """Prompts sorted by predicted length and cut into groups; odd steps deal them in ascending order, even ones in descending.
+    """Groups of prompts sorted by predicted length; odd steps assign them in ascending order, even ones in descending.
 
     Tier 1: a group a worker. Tier 2: `groups_per_worker` times as many groups as workers; a group gets up to
     `max_workers` workers, so that the times of groups rise linearly with the smallest slope that the workers allow. The
@@ -118,7 +118,7 @@ class HistoPipeScheduler(PredictingScheduler):
         return single if self._two_steps(single) < self._two_steps(several) else several
 
     def _two_steps(self, groups: Sequence[Group]) -> float:
-        """Return the predicted time of two steps in a row, of which the second deals the groups in the opposite order."""
+        """Return the predicted time of two steps in a row; the second assigns the groups in the opposite order."""
         times = np.array([self._time(share) for group, count in groups for share in cut(group, count)])
         return float((times + times[::-1]).max())
 
@@ -137,7 +137,7 @@ def cut(pieces: Sequence[Piece], count: int) -> list[Sequence[Piece]]:
 
 
 def linear_workers(tau: FloatArray, num_workers: int, *, train_time: float = 0.0) -> list[int] | None:
-    """Return how many workers each group gets, in ascending order of length; None where every slope asks for more than there are.
+    """Return each group's workers, in ascending order of length; None if every slope needs too many.
 
     Column k - 1 of `tau` [groups, k_max] has the times of the groups on k workers. k_n is the smallest k for which
     tau(n, k) <= t0 + n d, where t0 is tau(0, k_max), or `train_time` if that is more. d is the smallest slope, found by
@@ -158,7 +158,7 @@ def linear_workers(tau: FloatArray, num_workers: int, *, train_time: float = 0.0
 
 
 def share_out(counts: Sequence[int], totals: Sequence[float], num_workers: int) -> list[int]:
-    """Return `counts` with the workers that are left over: each goes to the group whose tokens of a worker fall most."""
+    """Return `counts` with spare workers added, each to the group whose tokens per worker fall most."""
     found = list(counts)
 
     def saving(group: int) -> tuple[float, int]:

@@ -86,7 +86,7 @@ class LengthPredictor:
             self._unknown = _quantile(sorted(self._recent), self.tail)
 
     def growth(self, quantile: float) -> float:
-        """Return a quantile of how many times as long as predicted the tails of recent groups were; 1 before there are any."""
+        """Return a quantile of the tails of recent groups over their predictions; 1 before there are any."""
         return _quantile(sorted(self._growth), quantile) if self._growth else 1.0
 
     def metrics(self) -> dict[str, float]:

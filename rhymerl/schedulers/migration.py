@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def outliers_to_running(progress: Progress, longest: FloatArray, *, alpha: float, beta: float) -> list[Move]:
-    """Return the requests that hold their worker up and have outgrown their group, each to a longer group that is still running.
+    """Return moves of requests that delay their worker and have outgrown their group, to longer running groups.
 
     A request moves when at most the share `alpha` of its worker's requests is unfinished and it is longer than `beta`
     times longest[worker]. It goes where the longest group runs; of equals, to the worker with the fewest unfinished

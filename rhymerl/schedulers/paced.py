@@ -1,4 +1,4 @@
-"""A scheduler that puts like lengths together and cuts by time: who is free first gets the longest answers, and nobody more than fits."""
+"""Groups similar lengths and cuts by time: the first free worker gets the longest answers, and none too many."""
 
 from __future__ import annotations
 

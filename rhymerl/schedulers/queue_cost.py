@@ -18,7 +18,7 @@ _FORGET = 0.5  # a step: acceptance follows the epochs
 
 
 class QueueLoad:
-    """The predicted answers of a queue: `max_running` of them run side by side (None: all), and the next enters when a slot is free."""
+    """The predicted answers of a queue: `max_running` run at a time (None: all), and a free slot takes the next."""
 
     def __init__(self, max_running: int | None) -> None:
         self.passes = 0.0  # until the last one has ended, with a token a pass
@@ -66,7 +66,7 @@ class QueueCost:
         self.verified = 1.0
 
     def time(self, passes: float, total: float) -> float:
-        """Return the time of a queue with `total` tokens in so many passes: those of its longest answer, if all run side by side."""
+        """Return a queue's time for `total` tokens in its passes: those of its longest answer, if all run at once."""
         return (self.base * passes + self.per_token * self.verified * total) / self.tokens_per_pass
 
     def times(self, passes: FloatArray, total: FloatArray) -> FloatArray:

@@ -71,7 +71,7 @@ class Decoding:
         return sampled if a == 1 else (1 - np.power(a, sampled)) / (1 - a)
 
     def nodes_that_pay(self, redone: int, others: int) -> int:
-        """Prefetched tokens to verify for each of `redone` requests beside `others` in a pass: those that make the most tokens a unit of time."""
+        """Return the prefetched tokens to verify per `redone` request, beside `others`, for the most tokens a time."""
         nodes = np.arange(self.redo_nodes + 1.0)
         tokens = redone * self.redo_tokens + others * self.tokens_per_pass
         cost = self.pass_cost(redone * (1 + nodes) + others * self.verified)

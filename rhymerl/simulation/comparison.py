@@ -1,4 +1,4 @@
-"""`rhymerl simulate`: a scheduler against FIFO behind a barrier and FIFO that runs ahead as it does, on the same lengths."""
+"""`rhymerl simulate`: a scheduler against FIFO with a barrier and FIFO with the same run-ahead, on equal lengths."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SHOWN = {
 
 
 def compare(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """Return what `rhymerl simulate` prints, for a config such as configs/simulate.yaml: means over seeds, and the spread."""
+    """Return what `rhymerl simulate` prints (see configs/simulate.yaml): means over seeds, and the spread."""
     check(config)
     source = length_source(config)
     rows: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def compare(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python looks for no cycles meanwhile: a step makes thousands of records, none in a cycle, and looking takes a third."""
+    """Suspend Python's cycle collection: a step makes thousands of records without cycles, and it takes a third."""
     was_on = gc.isenabled()
     gc.disable()
     try:

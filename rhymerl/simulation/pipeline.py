@@ -96,9 +96,9 @@ class Simulation:
     def _decode(
         self, run: StepRun, plan: SharedPlan, following: StepWork | None, step: int, *, now: float
     ) -> SharedPlan | None:
-        """Run the step as its coordinator says, which is there from `now` on; return the plan of the next one, if it has made one.
+        """Run the step from `now` on by its coordinator's decisions; return the next step's plan, if there is one.
 
-        It is asked at the times at which its answer may be another one.
+        The coordinator is asked at the times at which its answer may change.
         """
         to_come = following.requests if following is not None else None
         coordinator = Coordinator(
@@ -129,7 +129,7 @@ class Simulation:
     def _run_ahead(
         self, work: StepWork, plan: SharedPlan, free: FloatArray, *, until: float
     ) -> tuple[FloatArray, FloatArray]:
-        """Return how many tokens of the next step are prefetched until its policy is there, [R], and the time for that, [W].
+        """Return the next step's tokens prefetched before its policy is there, [R], and the time for that, [W].
 
         With `draft` or `auto`, that policy then samples again along them. Colocated workers train instead.
         """

@@ -80,7 +80,7 @@ class StepRun:
         return np.where(self.finished <= time, self.work.lengths, sampled)
 
     def tails(self) -> FloatArray:
-        """Return the time in which a worker had at most a quarter of as many requests left as were planned for it, [W]."""
+        """Return the time in which a worker had at most a quarter of its planned requests left, [W]."""
         found = np.zeros(len(self._queues))
         for worker, planned in enumerate(self._planned.tolist()):
             ends = np.sort(self.finished[self._at == worker])

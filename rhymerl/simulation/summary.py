@@ -34,7 +34,7 @@ def step_time(timeline: Timeline, window: Window, train_time: float) -> float:
 
 
 def summary(timeline: Timeline, window: Window, *, train_time: float) -> dict[str, float]:
-    """Return the figures of the steps in the window; steps beyond it only keep workers busy until its end. Times are in steps.
+    """Return the figures of the steps in the window, in steps; later steps only keep workers busy until its end.
 
     `train_time` is what stops all workers in each step, and is no bubble.
     """

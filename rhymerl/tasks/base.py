@@ -23,7 +23,7 @@ _PATIENCE = 100_000  # draws in a row that bring nothing new
 
 
 def split_of(prompt: Problem, tenths: Sequence[TaskSplit] = _TENTHS) -> TaskSplit:
-    """Return the only split in which a problem with this text may appear, whatever the seeds and sizes."""
+    """Return the only split in which a problem with this text may appear, for all seeds and sizes."""
     digest = hashlib.blake2b(_text(prompt).encode(), digest_size=8).digest()
     return tenths[int.from_bytes(digest, "little") % len(tenths)]
 
@@ -49,14 +49,14 @@ class Task(ABC):
 
     @abstractmethod
     def problem(self, random_source: random.Random) -> Row:
-        """Draw one problem: `prompt` (text or chat messages) and whatever columns the reward needs."""
+        """Draw one problem: `prompt` (text or chat messages) and the columns that the reward needs."""
 
     def reply(self, row: Row, turns: Sequence[Any]) -> Any:
         """Return what follows a turn of the policy, as an `Environment` does; by default the episode is over."""
         return None
 
     def demonstration(self, row: Row, random_source: random.Random) -> Problem:
-        """Return an answer to imitate in the warm start; one of several turns as chat messages. Raises TypeError when the task has none."""
+        """Return an answer for the warm start, as chat messages if of several turns. Raises TypeError if none."""
         raise TypeError(f"{type(self).__name__} has no demonstrations, so it cannot warm-start a policy")
 
     def rows(self, split: TaskSplit) -> list[Row]:

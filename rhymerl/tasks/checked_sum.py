@@ -14,9 +14,10 @@ from rhymerl.tasks.running_sum import RunningSum
 
 @dataclass(kw_only=True, eq=False)
 class CheckedSum(RunningSum):
-    """A running sum whose steps are checked: `37+85=122;122+12=133;#133` gets the reply `?122+12=`, and the policy goes on there.
+    """A running sum whose steps are checked.
 
-    The reward is 1 for a sum that is right at once, and half of that for each time that the policy was asked again.
+    `37+85=122;122+12=133;#133` gets the reply `?122+12=`, and the policy goes on there. The reward is 1 for a sum that
+    is right at once, and half of that for each time that the policy was asked again.
     """
 
     reward = "rhymerl.tasks.checked_sum.checked_sum_reward"

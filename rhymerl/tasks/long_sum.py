@@ -14,10 +14,10 @@ from rhymerl.tasks.running_sum import RunningSum
 class LongSum(RunningSum):
     """A running sum whose answers have a long tail of lengths, most of which comes from the prompt.
 
-    The number of additions is log-normal, at most `difficulty` (1 to 40): its median is `typical`, the deviation of its
-    logarithm is `spread`. With probability `doubt` a demonstration goes through the whole sum once more, and so on
-    until it has gone through it `rounds` times, so that answers to one prompt differ in length too:
-    `37+85=122;?37+85=122;#122`. `error_rate` is as in RunningSum, and 0 after the first round, so that doubt pays.
+    The number of additions is log-normal, at most `difficulty` (1 to 40), with median `typical` and deviation `spread`
+    of its logarithm. With probability `doubt` a demonstration repeats the whole sum, at most until it has done so
+    `rounds` times, so that answers to one prompt differ in length too: `37+85=122;?37+85=122;#122`. `error_rate` is as
+    in RunningSum, and 0 after the first round, so that doubt pays.
     """
 
     most_additions = 40

@@ -139,7 +139,7 @@ def _package(module: str) -> Any:
 
 
 def _pack(value: Any) -> Any:
-    """JSON that keeps tuples and the keys of dicts as they are, as `rhymerl.rewards.sandbox.wire` has it: verifiers compare with them."""
+    """Return JSON that keeps tuples and keys of dicts, as in `rhymerl.rewards.sandbox.wire`: verifiers compare them."""
     if isinstance(value, tuple):
         return {"tuple": [_pack(item) for item in value]}
     if isinstance(value, list):

@@ -55,7 +55,7 @@ class RunningSum(Task):
 
     @staticmethod
     def steps(numbers: Sequence[int], error_rate: float, random_source: random.Random) -> tuple[str, int]:
-        """Return the additions one after another, of which so many are wrong, and what they come to."""
+        """Return the additions in order, some of them wrong, and their sum."""
         total, steps = numbers[0], []
         for number in numbers[1:]:
             result = total + number

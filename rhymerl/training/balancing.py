@@ -9,10 +9,10 @@ from rhymerl.types import Sample
 
 
 def balance(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Return the indices of the samples for each rank: the longest first, each to the rank that has the fewest tokens so far.
+    """Return the samples' indices for each rank: the longest first, each to the rank with the fewest tokens so far.
 
-    Follows from its arguments alone. A rank may get nothing; none gets more than the mean and the longest sample
-    together.
+    The result follows from the arguments alone. A rank may get nothing; none gets more than the mean and the longest
+    sample together.
     """
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
@@ -26,7 +26,7 @@ def balance(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
 def balance_samples(
     samples: Sequence[Sample], chosen: Sequence[int], num_ranks: int, *, shares: bool
 ) -> list[list[int]]:
-    """Deal the samples at `chosen`; those that share a prompt go to one rank, unless others would then have to wait for it."""
+    """Assign the samples at `chosen` to ranks, a prompt's to one, unless the other ranks would wait for it."""
     if num_ranks == 1:
         return [list(chosen)]
     whole = _dealt(units(samples, chosen, max_tokens=None, shares=shares), num_ranks)
@@ -42,5 +42,5 @@ def _dealt(parts: Sequence[Unit], num_ranks: int) -> list[list[int]]:
 
 
 def _tokens(samples: Sequence[Sample], mine: Sequence[int]) -> int:
-    """How many tokens a rank computes, what is common once."""
+    """Return how many tokens a rank computes; shared ones count once."""
     return sum(part.tokens for part in units(samples, mine, max_tokens=None, shares=True))

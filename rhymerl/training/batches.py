@@ -65,12 +65,12 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        """How many tokens they are."""
+        """Return their number of tokens."""
         return self.width + self.extra
 
 
 def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int | None, shares: bool) -> list[Unit]:
-    """Return the samples at `chosen` one by one; those of a prompt together if they share it, as far as `max_tokens` allow (None: any).
+    """Return the samples at `chosen` one by one, or by prompt if they share it, up to `max_tokens` (None: any).
 
     What such samples begin with counts once, and little for each of them, which has copies of its keys and values.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint files: whether one is whole, what it holds, and which one of a run is the newest whole one."""
+"""Checkpoint files: checks that they are whole, their contents, and the newest whole one of a run."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def seal(file: BinaryIO) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with the file, None when it is whole; where it was sealed, a single wrong bit anywhere is found.
+    """Return what is wrong with the file, None when it is whole.
 
-    torch writes a checksum with each record but does not look at it. Reads all of the file, which takes about half a
-    second a GB where the disk is faster than that.
+    In a sealed file a single wrong bit is found. torch writes a checksum with each record but does not look at it.
+    Reads all of the file, which takes about half a second a GB where the disk is faster than that.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -130,7 +130,7 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
 
 
 def policy_outline(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the policy's weights in those of a module, which may have trained others beside it; those in parts are without content."""
+    """Return the policy's weights from a module's, which may include other models; those saved in parts are empty."""
     return {
         name.removeprefix("model."): each
         for name, each in checkpoint["state_dict"].items()
@@ -139,7 +139,7 @@ def policy_outline(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def policy_reader(path: Path, checkpoint: Mapping[str, Any]) -> Callable[[Sequence[str]], dict[str, Tensor]]:
-    """Return a function that reads some of the policy's weights, by their names; `path` has been read as `checkpoint`, and may be removed from now on."""
+    """Return a function that reads policy weights by name; `path`, read as `checkpoint`, may be removed then."""
     weights = policy_outline(checkpoint)
     if not any(each.is_meta for each in weights.values()):
         return lambda names: {name: weights[name] for name in names}
@@ -158,7 +158,7 @@ def state_in(checkpoint: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def of_this_format(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the state of a module in the format that this version writes; raises ConfigError for one that it cannot read."""
+    """Return a module's state in this version's format. Raises ConfigError for a state that it cannot read."""
     found = state.get("format", 0)
     if found != FORMAT:
         raise ConfigError(
@@ -190,7 +190,7 @@ def newest_whole(directory: Path) -> Newest:
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Return the checkpoints of a run; those of steps after the one that `last.ckpt` names were written before the run was taken back."""
+    """Return a run's checkpoints, newest first, without those after `last.ckpt`, from before it was rolled back."""
     by_step = {step: path for path in directory.glob("step=*.ckpt") if (step := step_of(path)) is not None}
     paths = [by_step[step] for step in sorted(by_step, reverse=True)]
     last = directory / "last.ckpt"

@@ -68,7 +68,7 @@ def has_stop(policy: Policy, rollout: RolloutSettings) -> bool:
 
 
 def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings) -> None:
-    """Raise ValueError when it cannot learn from these groups, or would never be asked for a bound between a step's updates."""
+    """Raise ValueError for groups from which it cannot learn, and for a bound that no update would ever use."""
     if rollout.temperature == 0:
         raise ValueError(
             "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "
@@ -89,7 +89,7 @@ def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: Update
 def check_workers(
     backend: Backend, scheduler: Scheduler, *, workers: int | None, num_ranks: int, run_ahead: RunAhead, lockstep: bool
 ) -> None:
-    """Raise ConfigError for a number of workers that the backend cannot have, and where they are to keep step and could not."""
+    """Raise ConfigError for a number of workers that the backend cannot have or cannot keep in lockstep."""
     if workers not in (None, num_ranks) and not backend.workers_are_remote:
         raise ConfigError(
             f"workers={workers}: with {type(backend).__name__} every rank is a worker; expected null, {num_ranks}, or backend=ray"

@@ -27,7 +27,7 @@ class Agent(Protocol):
 def episode_settings(
     environment: Any, module: Agent, datamodule: PromptDataModule, *, longest_tokens: int
 ) -> EpisodeSettings | None:
-    """Return what workers need for the episodes of a module; None where answers are of one turn. See `checked_episodes`."""
+    """Return what workers need for episodes; None if answers have one turn. See `checked_episodes`."""
     return checked_episodes(
         environment,
         module.policy,

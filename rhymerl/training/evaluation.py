@@ -24,12 +24,12 @@ _RIGHT = 1 - 1e-9  # the reward from which on an answer counts as right; a weigh
 
 @dataclass(kw_only=True, eq=False)
 class EvaluationSettings:
-    """`samples` answers a validation prompt at `temperature`; all else is the training rollout's.
+    """Answers each validation prompt `samples` times at `temperature`; all else is as in training rollouts.
 
     A run is evaluated before and after training, and every `every_n_steps` rollout steps in between if that is not 0.
-    `sets` has what is other for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when its
-    reward is at least 1: the one that `right_by` names, or the weighted sum of all. `extract` is the dotted name of a
-    function from a text to the answer in it, for maj@k; by default that of the first reward which has one.
+    `sets` overrides settings for a data set: `{"greedy": {"temperature": 0, "samples": 1}}`. An answer is right when
+    its reward is at least 1: the reward that `right_by` names, or else the weighted sum of all. `extract` is the dotted
+    name of a function that extracts the answer from a text, for maj@k; by default the first reward's that has one.
     """
 
     samples: int = 1
@@ -68,12 +68,12 @@ class EvaluationSettings:
         )
 
     def max_tokens_of(self, name: str) -> int | None:
-        """Return the limit on answers to the data set `name`, None for that of training."""
+        """Return the limit on answers to the data set `name`, None for the limit of training."""
         limit: int | None = self._of(name)["max_tokens"]
         return limit
 
     def metrics(self, answered: Mapping[str, Sequence[Sample]], rewards: Sequence[Reward]) -> dict[str, float]:
-        """Return all metrics of an evaluation, from the answers by data set; those without a set's name are means over the sets."""
+        """Return an evaluation's metrics from the answers by data set; names without a set are means over the sets."""
         extract = self._extract or next((reward.extract for reward in rewards if reward.extract), None)
         found = [
             evaluation_metrics(samples, name, right_by=self.right_by, extract=extract)
@@ -83,7 +83,7 @@ class EvaluationSettings:
         return means | {name: value for each in found for name, value in each.items() if name not in means}
 
     def why_nothing_passes(self, metrics: Mapping[str, float]) -> str | None:
-        """Return a sentence about data sets whose answers are rewarded, but never as right ones; None where there is none."""
+        """Return a sentence about data sets whose answers get rewards but never pass; None if there is none."""
         passes = {name.split("/")[1]: name for name in metrics if "/pass@" in name}  # that of all answers comes last
         means = {name.split("/")[1]: metrics[name] for name in metrics if "/mean@" in name}
         tasks = [task for task, name in passes.items() if metrics[name] == 0 < means[task]]
@@ -131,10 +131,10 @@ _OVERALL = ("eval/reward", "eval/mean_length", "eval/clipped_ratio")
 def evaluation_metrics(
     samples: Sequence[Sample], task: str = ONLY_SET, *, right_by: str | None = None, extract: Extract | None = None
 ) -> dict[str, float]:
-    """Return the metrics of one data set: docs/metrics.md has them all. pass@k is for k = 1, 2, 4 … and all answers of a prompt.
+    """Return the metrics of one data set (see docs/metrics.md).
 
-    Answers without a reward are left out of its mean, and prompts with such answers out of pass@k and maj@k. Raises
-    RewardError where no answer has one.
+    pass@k is for k = 1, 2, 4 … and all answers of a prompt. Answers without a reward are left out of its mean, and
+    prompts with such answers out of pass@k and maj@k. Raises RewardError where no answer has one.
     """
     rewards = [sample.reward for sample in samples if sample.has_reward]
     if not rewards:
@@ -173,7 +173,7 @@ def _majorities(
 
 
 def _extracted(extract: Extract, text: str) -> object:
-    """An extractor that fails has found nothing."""
+    """Return the extracted answer; None if the extractor fails."""
     found: list[object] = []
     with Attempt():
         answer = extract(text)

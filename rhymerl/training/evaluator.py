@@ -1,4 +1,4 @@
-"""The evaluations of a run: what has been answered in the one under way, and what came of the latest one."""
+"""The evaluations of a run: the answers of the current one, and the metrics of the latest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rhymerl.types import Sample
 
 
 class Evaluator:
-    """An evaluator takes the answers between `begin` and `end`, which puts `learners` back to what training had taught them."""
+    """Collects the answers between `begin` and `end`, which restores the state of `learners` from training."""
 
     def __init__(self, settings: EvaluationSettings, *learners: Learner) -> None:
         self.num_done = 0
@@ -27,7 +27,7 @@ class Evaluator:
         self._failures = Failures()  # of the rewards
 
     def is_due(self, step: int) -> bool:
-        """Return whether one is due after so many rollout steps, and has not been made."""
+        """Return whether an evaluation is due after so many rollout steps, and has not been run."""
         every = self._settings.every_n_steps
         return bool(every and step) and step % every == 0 and self.done_at != step
 
@@ -42,7 +42,7 @@ class Evaluator:
         self._failures += result.failures
 
     def end(self, rewards: Sequence[Reward], *, step: int) -> dict[str, float]:
-        """Return the metrics of all answers, none where there were none. Raises RewardError where rewards have failed too often."""
+        """Return the metrics of all answers, if any. Raises RewardError if rewards have failed too often."""
         self._failures.check(rewards, "an evaluation")
         found: dict[str, float] = {}
         if self.answered:

@@ -66,14 +66,15 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """A RhymeModule that is made within `trainer.init_module(empty_init=True)` gets a model without weights, which come as it is sharded."""
+        """Context of `trainer.init_module(empty_init=True)`: a RhymeModule gets its weights when it is sharded."""
         with torch.device("meta") if empty_init else nullcontext():
             yield
 
     def _shard(self, module: Any, precision: str) -> None:
-        """Spread the models of a RhymeModule over the ranks, unless an earlier stage has; they go to their device a layer at a time.
+        """Shard a RhymeModule's models over the ranks, unless an earlier stage has.
 
-        Raises ConfigError where a rank has been given other weights than rank 0.
+        They go to their device a layer at a time. Raises ConfigError where a rank has been given other weights than
+        rank 0.
         """
         policy, critic = module.model, module.critic
         if is_sharded(policy):
@@ -146,10 +147,10 @@ class FSDP2Strategy(ModelParallelStrategy):
             shards.remove_others(path, kept=name)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint with this rank's part of its tensors, whatever ranks and whatever strategy have written it.
+        """Return a checkpoint with this rank's part of its tensors, whatever ranks or strategy have written it.
 
-        Called on all ranks. Raises ConfigError for one that is damaged, unless somebody has looked at it already, and
-        where ranks have chosen others: one may have seen an older state of a folder that they share.
+        Called on all ranks. Raises ConfigError for a damaged checkpoint, unless it was checked already, and if ranks
+        have chosen different ones: a rank may have seen an older state of a shared folder.
         """
         path = Path(checkpoint_path)
         if (first := self.broadcast(path.name)) != path.name:
@@ -175,7 +176,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def check_replicas(num_replicas: int, num_ranks: int) -> None:
-    """Raise ConfigError where so many groups cannot be made of the ranks."""
+    """Raise ConfigError if the ranks cannot be divided into so many groups."""
     if num_ranks % num_replicas:
         raise ConfigError(
             f"trainer.strategy.num_replicas={num_replicas}: so many groups of one size cannot be made of all ranks; expected a "

@@ -26,7 +26,7 @@ class RewardTrial:
         self._remarks: list[str] = []
 
     def run(self, rewards: Sequence[Reward], datamodule: PromptDataModule) -> None:
-        """Raise ConfigError for rewards that fail on what they should know."""
+        """Raise ConfigError for rewards that fail on the data's own answers."""
         loaders = [datamodule.train_loader, *datamodule.validation_loaders.values()]
         if loaders != self._tried_on:
             self._remarks = [words for reward in rewards for words in check_answers(reward, datamodule.prompts)]
@@ -40,7 +40,7 @@ class RewardTrial:
 def checked_rewards(
     rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings, environment: object = None
 ) -> list[Reward]:
-    """Return the reward functions; where `rewards` is None the task's, else the sum of what an `environment` gives for turns.
+    """Return the reward functions: `rewards`, else the task's, else the sum of an `environment`'s turn rewards.
 
     Raises ConfigError for none; see `check_reward` and `check_evaluation`.
     """
@@ -72,7 +72,7 @@ def check_tags(rewards: Iterable[Reward], policy: Policy) -> None:
 
 
 def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewards: Sequence[Reward]) -> None:
-    """Raise ConfigError for a data set or a reward that there is not; `names` are those of the validation sets."""
+    """Raise ConfigError for an unknown data set or reward; `names` are the validation sets'."""
     known, functions = list(names), [reward.name for reward in rewards]
     for name in evaluation.sets or {}:
         if name not in known:

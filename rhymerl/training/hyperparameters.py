@@ -16,7 +16,7 @@ _PLAIN = ("run_ahead", "max_staleness", "reward_workers", "environment_workers",
 
 
 def arguments_of(module: Any, source: object) -> dict[str, Any]:
-    """Return a RhymeModule's constructor arguments in plain containers, with a mark for each that a checkpoint cannot hold.
+    """Return a RhymeModule's arguments in plain containers, with a mark for each that a checkpoint cannot hold.
 
     `source` is where its model came from.
     """
@@ -37,7 +37,7 @@ def _describe_source(source: object) -> dict[str, Any]:
 
 
 def held(value: Any, express: Callable[[Any], Any]) -> Any:
-    """`express(value)`, plain containers; a mark in its place, with the reason, when that raises TypeError."""
+    """Return `express(value)`, plain containers; if it raises TypeError, a mark with the reason."""
     try:
         return express(value)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""A step's metrics to Lightning's loggers. TensorBoard gets them as one event: one a metric takes it many times as long."""
+"""A step's metrics for Lightning's loggers, in one TensorBoard event: an event per metric takes much longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a module's ranks: what it follows from, and what is said where their GPUs are too small."""
+"""The memory of a module's ranks: the estimate's inputs, and the message for GPUs that are too small."""
 
 from __future__ import annotations
 
@@ -150,9 +150,10 @@ def _gpu_of(trainer: Any) -> torch.device | None:
 
 
 def refuse_too_large(setup: Setup, update: UpdateSettings, device_bytes: int) -> None:
-    """Raise ConfigError for weights that a device cannot hold, or, when the optimizer steps, gradients and moments beside them.
+    """Raise ConfigError for weights, or weights with gradients and moments, that a device cannot hold.
 
-    Those of an optimizer that is not ours may be elsewhere. Estimates refuse nothing.
+    Gradients and moments count when the optimizer steps. Those of an optimizer that is not ours may be elsewhere.
+    Estimates refuse nothing.
     """
     is_ours = type(update).optimizer is UpdateSettings.optimizer
     certain = rank_memory(setup).models + (setup.trained_bytes * (1 + setup.states) if is_ours else 0)

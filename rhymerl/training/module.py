@@ -70,10 +70,10 @@ Node = Mapping[str, Any]  # a component as plain config, with `_target_`
 
 
 class RhymeModule(L.LightningModule):
-    """GRPO and its kin under `Trainer.fit(module, datamodule)`.
+    """GRPO and its variants under `Trainer.fit(module, datamodule)`.
 
     Every component may be an object or its config node; `model` also a directory or hub name. `rewards` None takes the
-    reward of the task, else the sum of the environment's; `environment` None takes a task that replies.
+    task's reward, else the sum of the environment's; `environment` None takes a task that replies.
     """
 
     reference: PreTrainedModel | None  # set past nn.Module's registration: no submodule, and in no checkpoint
@@ -166,7 +166,7 @@ class RhymeModule(L.LightningModule):
     # -- set-up ------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Refuse flags before Lightning brings anything up; and call teardown after an exception, or reward processes outlive a failed fit."""
+        """Refuse flags before Lightning starts, and tear down after exceptions, lest reward processes outlive a fit."""
         prepare_trainer(self.trainer, self.backend)
         return [TeardownOnException()]
 
@@ -273,7 +273,7 @@ class RhymeModule(L.LightningModule):
         self._loop = self._updater = self._scorer = None
 
     def fail(self, error: BaseException) -> None:
-        """End this rank because of an error, which the others are to give as theirs; it may be that one of them has ended."""
+        """End this rank for an error, which the other ranks report as theirs; perhaps one of them has ended."""
         end_ranks(self.trainer)
         if self._ranks is not None:
             self._ranks.explain(error)
@@ -299,7 +299,7 @@ class RhymeModule(L.LightningModule):
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """The settings hold, whatever they were when the checkpoint was written; and an evaluation that it is owed is made."""
+        """Apply the settings over the checkpoint's former ones, and run an evaluation that is due."""
         assert self._rates is not None
         optimizer = cast(Any, self.optimizers()).optimizer
         self._rates.put_back(optimizer, cast(LambdaLR, self.lr_schedulers()))
@@ -337,13 +337,13 @@ class RhymeModule(L.LightningModule):
         self._evaluate_if_due()
 
     def advantages(self, indices: Sequence[int]) -> list[float | None]:
-        """Return, at the end of a step, the mean advantage over the tokens of each sample at these indices of `last_rollout`."""
+        """Return, at a step's end, the mean advantage over the tokens of `last_rollout`'s samples at `indices`."""
         assert self._updater is not None
         return self._updater.advantages(indices)
 
     @cached_property
     def _rollout_drafter(self) -> Drafter:
-        """One object for the life of the module, by which an engine knows whether it is its own."""
+        """Return one drafter for the life of the module, by which an engine is recognised as its own."""
         return RunAheadDrafter(self.drafter) if self.run_ahead in ("draft", "auto") else self.drafter
 
     def decode(self, token_ids: Any) -> str:
@@ -357,7 +357,7 @@ class RhymeModule(L.LightningModule):
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
-        """Every `evaluation.every_n_steps` rollout steps, and not again where it has been done."""
+        """Evaluate every `evaluation.every_n_steps` rollout steps, once."""
         if self.evaluator.is_due(self.num_rollouts) and not self.trainer.should_stop:
             validate_within_fit(self.trainer)
 
@@ -391,7 +391,7 @@ class RhymeModule(L.LightningModule):
         checkpoint["rhymerl"] = state_of(self, self._loop, self._ranks or Alone())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises ConfigError for a checkpoint of another version, and where a run would go on from other weights than it began with."""
+        """Raise ConfigError for another version's checkpoint, and for a run that began with other weights."""
         state = state_in(checkpoint, "the checkpoint")
         if self._trainer is not None:
             check_base(self, state, "the checkpoint")

@@ -13,10 +13,10 @@ HOST = torch.device("cpu")
 
 
 def offload(optimizer: Optimizer) -> None:
-    """Let the tensors that an optimizer keeps for its parameters live in the host's memory, whatever the optimizer; the steps are the same to the last bit.
+    """Keep any optimizer's state in the host's memory; its steps are the same to the last bit.
 
-    Those that a checkpoint has brought go there at once. What is smaller than a parameter, such as the number of steps,
-    stays.
+    A checkpoint's state goes there at once. Anything smaller than a parameter, such as the number of steps, stays on
+    the device.
     """
 
     def bring(each: Optimizer, *rest: Any) -> None:

@@ -29,11 +29,11 @@ def over_samples(
     shares: bool = False,
     in_step: bool = False,
 ) -> Tensor:
-    """Return what `work` says of every response token, [B, T] in float64 with zeros in the padding, in the host's memory.
+    """Return `work` for every response token, [B, T] in float64 with zeros in the padding, in host memory.
 
-    With `behind` it also has what `work` says behind the last one, [B, T + 1]. This is a collective: each rank does the
-    work for its share of the samples, and gets the whole. With `shares` what samples begin with is computed once. Where
-    `work` is a collective itself, ranks make equally many passes (`in_step`).
+    With `behind` it also has `work` behind the last token, [B, T + 1]. This is a collective: each rank does the work
+    for its share of the samples, and gets the whole. With `shares` shared prefixes are computed once. If `work` is a
+    collective itself, ranks make equally many passes (`in_step`).
     """
     dealt = balance_samples(samples, range(len(samples)), ranks.size, shares=shares)
     passes = passes_of(ranks.rank, samples, dealt, max_tokens, shares=shares, in_step=in_step)

@@ -30,15 +30,15 @@ Schedule = Literal["constant", "linear", "cosine"]
 class UpdateSettings:
     """Optimizer and batch settings.
 
-    AdamW at `learning_rate`, after `warmup_steps` following `lr_schedule` down to `min_lr_ratio` of it at the run's
-    last step. A step's samples make `mini_batches` optimizer steps, and in each of `epochs` passes over them others; a
-    backward takes at most `micro_batch_tokens` tokens, padding included (with `share_prefixes` only prompts are padded,
-    and what is shared counts once). `chunk_tokens` bounds the logits held at a time (None: 64 MiB of them, on a GPU up
-    to 1 GiB); `activation_checkpointing` keeps only each layer's input for the backward and computes the rest again.
-    With `offload_optimizer` the optimizer's moments are in the host's memory, not on the GPU, except while it steps.
-    `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt, and whatever
-    several of its answers begin with, is computed once in a micro-batch, where the model's attention allows it; the
-    gradient is the same.
+    AdamW at `learning_rate`; after `warmup_steps` it follows `lr_schedule` down to `min_lr_ratio` of it at the run's
+    last step. A step's samples make `mini_batches` optimizer steps in each of `epochs` passes over them. A backward
+    takes at most `micro_batch_tokens` tokens, padding included; with `share_prefixes` only prompts are padded, and
+    shared tokens count once. `chunk_tokens` bounds the logits held at a time (None: 64 MiB of them, on a GPU up to 1
+    GiB). `activation_checkpointing` keeps only each layer's input for the backward and computes the rest again. With
+    `offload_optimizer` the optimizer's moments are in the host's memory, not on the GPU, except while it steps.
+    `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt, and the shared
+    prefixes of its answers, are computed once in a micro-batch, if the model's attention allows it; the gradient is the
+    same.
     """
 
     learning_rate: float = at_least(0, 1e-6)
@@ -66,14 +66,14 @@ class UpdateSettings:
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of optimizer steps of a rollout step, at most.
+        """Return the most optimizer steps of a rollout step.
 
         There are fewer where there are fewer samples, or where the algorithm stops early.
         """
         return self.epochs * self.mini_batches
 
     def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
-        """Raise ConfigError when the model's config shows that it cannot be trained like this, on sequences of up to so many tokens."""
+        """Raise ConfigError if the model's config rules out such training on sequences of `longest_tokens`."""
         refuse_changing_rope(model, longest_tokens)
         if self.activation_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(
@@ -81,14 +81,15 @@ class UpdateSettings:
             )
 
     def prove(self, model: PreTrainedModel, longest_tokens: int, *, critic: Critic | None = None) -> bool:
-        """Return `shares`. Raises ConfigError unless the update computes the model; a collective where ranks hold parts."""
+        """Return `shares`. Raises ConfigError if the update computes another model; a collective if sharded."""
         prove_update(model)
         return self.shares(model, longest_tokens, critic=critic)
 
     def shares(self, model: PreTrainedModel, longest_tokens: int, *, critic: Critic | None = None) -> bool:
-        """Return whether prompts, and what answers begin with, are computed once by the model, and by a critic that has a backbone; say why not, where it is wanted.
+        """Return whether shared prefixes are computed once; say why not, if `share_prefixes` is set.
 
-        A dropout would leave out the same of a prompt for all of its answers.
+        The model has to allow it, and so does a critic with a backbone. A dropout would leave out the same of a prompt
+        for all of its answers.
         """
         body = critic.body if critic is not None else None
         for each in [model, *([body] if body is not None else [])] if self.share_prefixes else []:
@@ -116,7 +117,7 @@ class UpdateSettings:
             )
 
     def optimizer(self, parameters: Sequence[nn.Parameter], *, critic: Critic | None = None) -> torch.optim.AdamW:
-        """Return one optimizer for the policy's parameters and, at its own learning rate, the critic; the policy's groups come first."""
+        """Return one optimizer for the policy, whose groups come first, and the critic at its own learning rate."""
         groups = self._groups(parameters, self.learning_rate)
         if critic is not None:
             groups += self._groups(critic.parameters(), critic.settings.learning_rate)
@@ -125,7 +126,7 @@ class UpdateSettings:
 
     @property
     def states(self) -> int:
-        """The number of tensors of a parameter's size that the optimizer keeps for it; found by a step of it on a small one."""
+        """Return the number of parameter-sized tensors that the optimizer keeps, found by a step on a small one."""
         parameter = nn.Parameter(torch.zeros(2, 2))
         parameter.grad = torch.zeros(2, 2)
         optimizer = self.optimizer([parameter])

@@ -41,7 +41,7 @@ Checkpoint = dict[str, Any]
 
 
 def split(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """Return a checkpoint without the tensors of weights and optimizers, and these by name; a tied one has one of its names.
+    """Return a checkpoint without weights' and optimizers' tensors, and these by name; tied ones have one name.
 
     Which are tied is seen by the objects, which are parameters: a rank may have nothing of either.
     """
@@ -76,7 +76,7 @@ def _join(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
 
 
 def free_folder(path: Path) -> str:
-    """Return the name of a folder for the parts of the checkpoint at `path`, beside those that it may have had before."""
+    """Return the name of a new folder for the parts of the checkpoint at `path`, beside any earlier ones."""
     number = 0
     while (path.parent / f"{path.stem}.{number}{_SUFFIX}").exists():
         number += 1
@@ -108,7 +108,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def checksums(folder: Path, rank: int) -> dict[str, list[int]]:
-    """Return size and CRC-32 of each file that this rank has written: others' need not be seen at once in a shared folder."""
+    """Return size and CRC-32 of this rank's files; other ranks' may be visible later in a shared folder."""
     mine = f"{_PART}{rank + 1:05d}-"
     return {
         path.name: _checksum(path)
@@ -197,7 +197,7 @@ def read_whole(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
 
 class StoredWeights:
-    """The weights of a checkpoint in parts, by their names without a `prefix`. Its files stay open, so it may be removed before they are read."""
+    """Checkpoint weights in parts, named without `prefix`; open files, which may be removed before they are read."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, *, prefix: str) -> None:
         found = HuggingFaceStorageReader(str(folder)).read_metadata()
@@ -232,7 +232,7 @@ class StoredWeights:
 def read_parts(
     checkpoint: Checkpoint, folder: Path, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
 ) -> Checkpoint:
-    """Return the checkpoint with this rank's part of every tensor, as `weights` and the optimizers' parameters are sharded now."""
+    """Return the checkpoint with this rank's part of each tensor, sharded like `weights` and the optimizers'."""
     targets = dict(_targets(described(folder), weights, optimizers))
     wanted = {
         name: torch.empty_like(target, dtype=each.dtype)
@@ -257,7 +257,7 @@ def take_parts(checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizers
 def _targets(
     tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
-    """Yield each tensor with the one after which it is to be sharded; a step's number is the same on all ranks."""
+    """Yield each tensor with the one whose sharding it gets; a step's number is the same on all ranks."""
     parameters: list[list[nn.Parameter]] = [
         [each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers
     ]

@@ -70,24 +70,27 @@ def load_state(module: Module, state: Mapping[str, Any]) -> None:
 
 
 def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
-    """Load the estimates of this rank; those of the first one where there were fewer ranks."""
+    """Load this rank's estimates; the first rank's if there were fewer ranks."""
     if is_of_same_class(module, "budget", state):
         budgets = state["budgets"]
         module.budget.load_state_dict(budgets[rank if rank < len(budgets) else 0])
 
 
 class Resumed:
-    """A checkpoint's state of what is there only once the workers are: the loop and the budget."""
+    """A checkpoint's state of the loop and the budget, which exist only once the workers do."""
 
     def __init__(self) -> None:
         self._state: Mapping[str, Any] | None = None
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Keep it of what a checkpoint has."""
+        """Keep the state of loop and budget from a checkpoint."""
         self._state = {name: state[name] for name in ("budgets", "loop", "classes")}
 
     def restore(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:
-        """Let them go on from it, once, if they are there: under fsdp2 they are before a checkpoint is read, otherwise after it."""
+        """Restore the loop and the budget once the workers exist.
+
+        Under fsdp2 that is before a checkpoint is read, otherwise after it.
+        """
         if self._state is None or loop is None or ranks is None:
             return
         if self._state["loop"] is not None:
@@ -97,7 +100,7 @@ class Resumed:
 
 
 def is_of_same_class(module: Module, name: str, state: Mapping[str, Any]) -> bool:
-    """Return whether a part is what it was, if that is known: one of another class cannot use its state, and begins anew."""
+    """Return whether a part's class is the saved one, or unknown; a part of another class begins anew."""
     return state["classes"][name] in (None, _class_of(getattr(module, name)))
 
 
@@ -121,6 +124,6 @@ class Snapshot:
         self._states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
 
     def restore(self) -> None:
-        """Let the parts know what they knew then, and nothing else."""
+        """Restore the parts to the snapshot, and nothing else."""
         for part, state in self._states:
             part.load_state_dict(state)

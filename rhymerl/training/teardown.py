@@ -10,7 +10,7 @@ AFTER_EXCEPTION = "exception"  # the stage of a teardown that Lightning does not
 
 
 class TeardownOnException(L.Callback):
-    """Tells the module which error ends the fit and calls its `teardown`, which Lightning does not do after an exception."""
+    """Tells the module which error ends the fit and calls its `teardown`: Lightning does not after an exception."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         module: Any = pl_module

@@ -46,7 +46,7 @@ _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
 
 
 def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
-    """Return the Trainer of these settings, a node of a config. Raises ConfigError that names the one which Lightning refuses."""
+    """Return the Trainer of these settings, a config node. Raises ConfigError naming the one Lightning refuses."""
     accelerator = settings.get("accelerator")
     usable = [
         "auto",
@@ -69,7 +69,7 @@ def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
 
 
 def num_optimizer_steps(trainer: L.Trainer, each: int) -> float:
-    """Return the optimizer steps of the run, infinite if it has no end; max_steps counts these, max_epochs rollout steps of `each`."""
+    """Return the optimizer steps of the run, at most max_steps, `each` per rollout step; infinite without end."""
     by_steps = float(trainer.max_steps) if trainer.max_steps >= 0 else float("inf")
     if trainer.max_epochs is None or trainer.max_epochs < 0:
         return by_steps
@@ -198,7 +198,7 @@ def prepare_trainer(trainer: L.Trainer, backend: Backend) -> None:
 
 
 def _log_each_step(trainer: Any) -> None:
-    """Log each step instead of at Lightning's default interval, even if a user has set that number; it is for steps of milliseconds."""
+    """Log each step: Lightning's default interval, even if a user sets it, is for steps of milliseconds."""
     if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
         trainer.log_every_n_steps = 1
 
@@ -241,7 +241,10 @@ def _prepare_ranks(trainer: L.Trainer) -> None:
 
 
 def _store_on_loopback(port: int, num_ranks: int) -> Any:
-    """torch's own listens on all addresses; a store of its kind that is in this process already, at that port, it takes instead."""
+    """Return a store on the loopback address, since torch's own listens on all addresses.
+
+    It joins a store of its kind that this process has at that port.
+    """
     try:
         server = socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -275,7 +278,7 @@ def warn_of_cores(trainer: Any) -> None:
 
 
 def follow_trainer(*parts: Any) -> bool:
-    """Return whether the Trainer is deterministic; then parts that were not told (`deterministic=None`) become so for good."""
+    """Return whether the Trainer is deterministic; if so, parts with `deterministic=None` become so too."""
     is_wanted = torch.are_deterministic_algorithms_enabled()
     for part in parts if is_wanted else ():
         if getattr(part, "deterministic", False) is None:
@@ -307,7 +310,7 @@ def check_precision(precision: object) -> None:
 
 
 def performance(num_tokens: int, seconds: float, device: torch.device) -> dict[str, float]:
-    """Return the metrics of a step that took so long for so many response tokens."""
+    """Return the metrics of a step's speed, by its seconds and response tokens."""
     return {
         "timing_s/step": seconds,
         "perf/time_per_step": seconds,

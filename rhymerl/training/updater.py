@@ -56,10 +56,10 @@ class _Work:
 class Updater:
     """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
-    `backward` and `autocast` are the trainer's own, so that its precision and its strategy hold; a backward adds to
-    this rank's gradients only. `draws_exactly` is the backend's. `reference` and `critic` are there when the algorithm
-    needs them; the reference may be the model itself if that has adapters. If it `shares_prefixes`, the answers to a
-    prompt are computed behind one copy of it, and what several begin with once.
+    `backward` and `autocast` are the trainer's, with its precision and strategy; a backward adds to this rank's
+    gradients only. `draws_exactly` is the backend's. `reference` and `critic` exist when the algorithm needs them; the
+    reference may be the model itself if that has adapters. If it `shares_prefixes`, the answers to a prompt are
+    computed behind one copy of it, and their shared prefixes once.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Updater:
         return [float(each.mean()) if each is not None and len(each) else None for each in trained]
 
     def forget(self) -> None:
-        """Free the step's batch and gradients, once nobody asks about them any more: an engine may need their memory."""
+        """Free the step's batch and gradients, once nobody needs them: an engine may need their memory."""
         self._batch = None
         for model in [self.model, *([self.critic] if self.critic is not None else [])]:
             model.zero_grad()
@@ -179,7 +179,7 @@ class Updater:
         return self._sampled_otherwise(samples, version) if is_wanted else []
 
     def _sampled_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
-        """Return the samples whose behaviour log-probs are not those of the policy as it is, but for rounding."""
+        """Return the samples whose behaviour log-probs differ from the current policy's by more than rounding."""
         return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_sampled_by(version, sample))]
 
     @property

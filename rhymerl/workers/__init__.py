@@ -32,7 +32,7 @@ RECORDS: tuple[type, ...] = (
 
 
 def backend_of_workers(backend: Backend) -> Backend:
-    """Return what brings up a run's workers: itself, or, where its engines are servers that run already, one whose workers these are."""
+    """Return the backend that starts a run's workers: itself, or a wrapper if running servers are its workers."""
     return ServersBackend(backend) if isinstance(backend, ServedBackend) and backend.has_servers else backend
 
 

@@ -26,14 +26,14 @@ class RunAheadRule:
         return scheduler
 
     def begins(self) -> bool:
-        """Return whether workers begin the step after the one that is under way; asked once in each that has a next one."""
+        """Return whether workers begin the step after the current one; asked once per step that has a next one."""
         return self.mode != "off"
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """The step under way is over, with these samples."""
+        """Learn from the samples of the current step, which is over."""
 
     def note(self, share: float | None) -> None:
-        """The step under way is over; so much of its tokens was sampled ahead, None where that is not known."""
+        """Note the share of the current step's tokens that was sampled ahead, None if unknown; the step is over."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
@@ -44,12 +44,11 @@ class RunAheadRule:
 
 
 class DraftWherePays(RunAheadRule):
-    """Begins the next step unless that has brought less than 2 % of the tokens of the latest step that was begun so.
+    """Begins the next step ahead, unless less than 2 % of the tokens of the latest such step were prefetched.
 
-    Tokens that were sampled ahead pay where the next policy samples them again, in passes with many of them. How many
-    it does depends on how far an update moves the policy, on the lengths of answers and on the time that workers have
-    for them; their share of a step's tokens says all of that at once. Every eighth step is begun whatever the share
-    was, because updates may have become smaller.
+    Prefetched tokens pay if the next policy samples them again, many in a pass. That depends on how far an update moves
+    the policy, on the lengths of answers and on the workers' spare time; the share of prefetched tokens in a step
+    measures all of it. Every eighth step is begun regardless of the share, because updates may have become smaller.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The workers that answer a step's requests, as the rollout loop sees them: it knows neither where they live nor how many there are."""
+"""The workers that answer a step's requests; the rollout loop knows neither their number nor where they run."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
 
 
 def follows_clock(scheduler: Scheduler, run_ahead: RunAhead) -> bool:
-    """Return whether what a worker does next follows from how far all of them are by then."""
+    """Return whether a worker's next action depends on the progress of all workers by then."""
     return scheduler.migrates or run_ahead != "off"
 
 
 class Workers(ABC):
-    """All methods are collectives: every rank calls them in the same order."""
+    """The workers of a run. All methods are collectives: every rank calls them in the same order."""
 
     num_moves = 0  # requests that went to another worker in the latest `answer`
     sampled_s: float | None = None  # over which the latest answers were sampled, where that is more than `answer` took
@@ -53,7 +53,7 @@ class Workers(ABC):
 
     @abstractmethod
     def answer(self, work: StepRequests) -> Iterator[Completion]:
-        """Yield the answers that this rank is to score, each as it ends; it is over when all ranks have theirs."""
+        """Yield the answers that this rank scores, each as it ends, until all ranks have theirs."""
 
     @property
     def num_waiting(self) -> int:
@@ -62,15 +62,15 @@ class Workers(ABC):
 
     @property
     def works_ahead(self) -> bool:
-        """Return whether this rank hears of answers to the next step before it is asked for."""
+        """Return whether this rank gets answers to the next step before that step starts."""
         return False
 
     def ended_ahead(self) -> list[Completion]:
-        """Return the answers to the next step that have ended since the last call; `answer` yields them too. Any thread may call it."""
+        """Return the next step's answers that ended since the last call; any thread may. `answer` yields them too."""
         return []
 
     def end_step(self) -> None:
-        """Every rank has gathered what the latest `answer` of all of them gave."""
+        """Called when all ranks have exchanged the answers of the latest `answer`."""
 
     @abstractmethod
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
@@ -82,26 +82,26 @@ class Workers(ABC):
 
     @abstractmethod
     def follow(self, history: HistoryStore) -> None:
-        """Let drafters know what is new in the history."""
+        """Send the history's changes to the drafters."""
 
     @abstractmethod
     def state(self) -> RunAheadState | None:
-        """Return what this rank has of the next step."""
+        """Return this rank's state of the next step."""
 
     @abstractmethod
     def restore(self, state: RunAheadState | None) -> None:
-        """Take up what all ranks had together."""
+        """Restore the state that all ranks had together."""
 
     def sleep(self) -> None:
-        """Give memory back until the next step, if that is wanted."""
+        """Release memory until the next step, if the settings say so."""
 
     @abstractmethod
     def metrics(self) -> Mapping[str, float]:
-        """Return what happened in this rank's engines since the last call, by metric name."""
+        """Return the metrics of this rank's engines since the last call, by name."""
 
     def spans(self) -> list[WorkerSpan]:
-        """Return what this rank's workers did since the last call."""
+        """Return the spans of this rank's workers since the last call."""
         return []
 
     def close(self) -> None:
-        """Nothing is asked any more; may be called twice. The backend closes its engines."""
+        """End the workers; may be called twice. The backend closes its engines."""

@@ -1,4 +1,4 @@
-"""The coordinator of a step: it plans on rank 0, follows what every worker has, orders moves, and knows when all is done."""
+"""The coordinator of a step: it plans on rank 0, tracks every worker's requests, orders moves, and ends the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEARLY = 0.1  # of a worker's requests
 
 
 def few_left(planned: int) -> int:
-    """Return with how many requests left a worker that was given `planned` of them has nearly nothing to do."""
+    """Return how many of a worker's `planned` requests are left when it counts as nearly idle."""
     return int(_NEARLY * planned)
 
 
@@ -32,7 +32,7 @@ class SharedPlan:
     digest: str
 
     def queue(self, requests: Sequence[RolloutRequest], *, worker: int) -> list[RolloutRequest]:
-        """The requests of a worker. Raises ConfigError where the `requests` of this rank are not those of rank 0."""
+        """Return a worker's requests. Raises ConfigError if this rank's `requests` differ from rank 0's."""
         indices = [index for queue in self.queues for index in queue]
         if len(indices) == len(requests):
             plan: Plan = [[requests[index] for index in queue] for queue in self.queues]
@@ -79,12 +79,12 @@ class Command:
 
 
 def wants_progress(scheduler: Scheduler) -> bool:
-    """Return whether rank 0 has to know how far the answers are."""
+    """Return whether rank 0 needs the answers' progress."""
     return scheduler.migrates or scheduler.observes
 
 
 class Coordinator:
-    """Asks the scheduler on behalf of all workers.
+    """Plans and moves the requests of all workers, as the scheduler decides.
 
     Outside of training nothing moves. In a step of it a scheduler that migrates is asked for moves whenever `clock`
     (without one: the number of calls) has gone on by `every`, and right before the plan of the next step, which is made
@@ -122,7 +122,7 @@ class Coordinator:
         self._is_done = False
 
     def decide(self, reports: Sequence[tuple[int, ProgressReport]]) -> Command | None:
-        """The next command, if one is needed; `reports` are (rank, report) since the last call."""
+        """Return the next command, if one is needed; `reports` are (rank, report) since the last call."""
         self._num_calls += 1
         for _, report in reports:
             self._note(report)
@@ -162,7 +162,7 @@ class Coordinator:
         return Command(moves=moves, plan=plan)
 
     def _rebalance(self) -> dict[int, int]:
-        """Ask what moves, and note it. Raises HookError, naming the scheduler, for a move that cannot be."""
+        """Ask the scheduler for moves and note them. Raises HookError, naming it, for an impossible one."""
         self.asks_at, progress = self._clock() + self._every, self._progress()
         with Hooks("scheduler", self._scheduler):
             moves = self._scheduler.rebalance(progress)
@@ -178,7 +178,7 @@ class Coordinator:
         return goals
 
     def note_moves(self, goals: Mapping[int, int]) -> None:
-        """Requests, by their index, go on with other workers; those that have ended do not."""
+        """Move requests, by index, to other workers, unless they have ended."""
         for index, worker in goals.items():
             tokens = self._left[self._worker[index]].pop(index, None)
             self._worker[index] = worker

@@ -1,4 +1,4 @@
-"""The host of a worker's engine: the life of a request, from where it is given to a worker to where its answer leaves it.
+"""The host of a worker's engine: the life of a request, from its arrival at the worker to its answer.
 
 It is the same on a trainer's rank, which steps its host itself (`ranks`), and in a worker apart from it, which is told
 by messages (`remote/host`). A request is `submit`ted and waits. `decode` hands the engine those that go first, and
@@ -149,7 +149,7 @@ class Host:
                 self._leave(job, request.output)
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """Give these requests back, as far as they are here and not answered: `released` has them, with their tokens."""
+        """Give these requests back, if they are here and not answered: `released` has them, with their tokens."""
         jobs = [self._jobs[name] for name in names if name in self._jobs]
         self._take_out([job for job in jobs if job.is_running])
         self._end_sessions(jobs)
@@ -184,7 +184,7 @@ class Host:
         return not is_limited or (sees and not self.engine.progress())
 
     def settle(self) -> None:
-        """Hand over to the engine what is to be sampled now, behind what goes before it and in front of what does not."""
+        """Submit to the engine what is to be sampled now, after earlier requests and ahead of later ones."""
         if self._is_settled:
             return
         self._is_settled = True

@@ -8,7 +8,7 @@ from rhymerl.types import Ratio
 
 
 def over_workers(each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    """Return one set of metrics from each worker's or rank's: the sum of ints, the ratio of summed ratios, the weighted mean of other floats."""
+    """Return the metrics of all workers or ranks: sums of ints, ratios of sums, weighted means of other floats."""
     names = dict.fromkeys(name for metrics in each for name in metrics)
     return {name: _united(name, each, weights) for name in names}
 

@@ -50,7 +50,7 @@ class MovedRequest:
 
 
 class RankStep:
-    """A step's requests as this rank has them: what it reports of them, gives away, gets from others, and has of the next step."""
+    """A step's requests on this rank: what it reports of them, gives away, receives, and has of the next step."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class RankWorkers(Workers):
             self._host.decode(timeout_s=_SLICE_S if self._ranks.size > 1 else None)
 
     def _exchange(self, step: RankStep, coordinator: Coordinator, channel: Channel) -> bool:
-        """Tell the other ranks what is new, and follow what they say; returns whether all are done."""
+        """Exchange reports, messages and commands with the other ranks; return whether all are done."""
         waits = not self._host.is_busy
         received = channel.exchange(step.report(), step.messages(), coordinator.decide, waits=waits)
         step.receive(received.messages)

@@ -11,7 +11,7 @@ from rhymerl.types import RolloutRequest, Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequests:
-    """The requests that are answered together, in canonical order, and those of the next step, which workers may begin."""
+    """The requests that are answered together, in canonical order, and the next step's, which workers may begin."""
 
     step: int | str
     requests: Sequence[RolloutRequest]
@@ -21,12 +21,12 @@ class StepRequests:
 
     @property
     def number(self) -> int | None:
-        """The step of training; None for an evaluation, in which nothing moves."""
+        """Return the step of training; None for an evaluation, in which nothing moves."""
         return self.step if isinstance(self.step, int) and self.split == "train" else None
 
     @property
     def priority(self) -> int:
-        """The lowest goes first: an evaluation before all steps."""
+        """Return the priority, of which the lowest goes first: an evaluation before all steps."""
         return EVALUATION if self.number is None else self.number
 
     def next_step(self) -> StepRequests:

@@ -1,4 +1,4 @@
-"""Which policies may sample the tokens of a step: who goes on with what, and who samples it again."""
+"""Policy versions that may sample a step's tokens: which answers go on, and which are sampled again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rhymerl.workers.base import RunAhead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """Policies from version `oldest` on may sample.
+    """The policies that may sample, from version `oldest` on.
 
     What those before version `final` sample is a draft of the answer, along which it is sampled again.
     """
@@ -20,7 +20,7 @@ class Versions:
 
     @classmethod
     def of(cls, target: int, run_ahead: RunAhead, max_staleness: int = 1) -> Versions:
-        """Return those of answers that train the policy of version `target`."""
+        """Return the versions for answers that train the policy of version `target`."""
         match run_ahead:
             case "keep":
                 return cls(oldest=target - max_staleness, final=target - max_staleness)
@@ -29,11 +29,11 @@ class Versions:
         return cls(oldest=target, final=target)
 
     def is_final(self, output: Output) -> bool:
-        """Return whether its tokens are an answer, and not a draft of one."""
+        """Return whether the output's tokens are an answer, not a draft of one."""
         return not len(output) or int(output.policy_versions[0]) >= self.final
 
     def going_on(self, request: RolloutRequest, output: Output | None) -> RolloutRequest:
-        """Return the request with what is known of its answer: its beginning, or a draft of it."""
+        """Return the request with its known tokens: the beginning of its answer, or a draft."""
         if output is None or not len(output):
             return request
         if self.is_final(output):

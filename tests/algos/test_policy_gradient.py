@@ -76,7 +76,7 @@ def test_micro_batches_sum_to_the_batch(split, family, settings):
 
 
 def has_stopped_gradient(settings: dict) -> bool:
-    """Return whether its gradient is not that of the value, so that finite differences cannot tell; tests of their own hold these."""
+    """Return whether its gradient is not the value's, so that finite differences cannot check it; other tests do."""
     return bool({"cispo", "sequence"} & {settings.get("surrogate"), settings.get("ratio_level")})
 
 

@@ -97,7 +97,7 @@ class Clock:
 
 
 class PacedBackend(ScriptedBackend):
-    """A pass takes a millisecond, and one for each request and each node of one; an answer takes a pass a token, and half a second."""
+    """A pass takes 1 ms, and 1 ms for each request and node; an answer takes a pass a token, and half a second."""
 
     def __init__(self, nodes, clock):
         super().__init__(lambda request: [2] * request.sampling.max_tokens)

@@ -1,4 +1,4 @@
-"""`make gpu`, with other commands in the place of its parts: what is kept, where it goes on, and what it says; and the command itself on a CPU."""
+"""`make gpu` with stand-ins for its parts: what it keeps, where it resumes, what it prints; and itself on a CPU."""
 
 from __future__ import annotations
 

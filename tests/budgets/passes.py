@@ -51,7 +51,7 @@ def outcome_of(
     seconds: float = 1.0,
     requests: Sequence[RolloutRequest] | None = None,
 ) -> PassOutcome:
-    """Return an outcome with nothing accepted unless said otherwise; siblings and children of what was accepted have been reached."""
+    """Return an outcome, by default with nothing accepted; siblings and children of accepted nodes are reached."""
     accepted = np.zeros(len(drafts.token_ids), np.bool_) if accepted is None else np.asarray(accepted, np.bool_)
     parent = parent_nodes(drafts)
     return PassOutcome(

@@ -119,7 +119,7 @@ def test_a_linear_cost_is_recovered(costs: dict[str, Any], slow):
 
 
 def test_a_cost_that_is_not_straight_is_learned():
-    """That of a real model: two tokens take what one does, eight twice as much, and then it grows slowly; prompts take part."""
+    """A real model's cost: 2 tokens take as long as 1, and 8 twice that; then it grows slowly. Prompts take part."""
     curve = CostCurve([(1, 30e-3), (2, 31e-3), (8, 64e-3), (32, 80e-3), (64, 110e-3), (256, 300e-3), (512, 640e-3)])
     cost, rng = LearnedCost(), np.random.default_rng(0)
     for number in range(600):

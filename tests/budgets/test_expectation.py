@@ -42,7 +42,7 @@ class Flat(PassCost):
 
 
 def test_the_turns_of_an_episode_follow_one_another():
-    """Two turns of two passes with a reply between them, each with a token from a draft, beside an answer of five passes."""
+    """Two turns of two passes around a reply, each with a token from a draft, beside an answer of five passes."""
     totals, (episode, other) = PassTotals(), make_requests(2, group_size=1)
     totals.enter(other)
     for start, stop in ((0, 2), (3, 5)):

@@ -225,7 +225,7 @@ def test_drafts_that_begin_to_pay_are_found(rows, scores):
 
 
 def test_costs_that_are_not_straight_do_not_hide_a_loss():
-    """Passes over few requests cost less than a line through those over many says, so drafts there seem to pay and lose."""
+    """Small passes cost less than a line through larger ones says, so that drafts seem to pay but lose."""
     luck, budget = np.random.default_rng(0), GoodputBudget()
     lost = total = 0.0
     for step in range(60):
@@ -316,7 +316,7 @@ def test_a_try_is_small_and_grows_where_it_pays():
 
 
 def test_far_more_nodes_than_ever_are_not_verified_at_once():
-    """The cost of such a pass is not known, so it is found out by steps, even where all that is known says that nodes are free."""
+    """The cost of such a pass is unknown, so it is explored in steps, even if all that is known says nodes are free."""
     budget = GoodputBudget(32, costs=[(0, 1.0), (100_000, 1.001)])
     found = passes(budget, 40, rows=64, propose=guesses(32, 0.99), is_right=np.ones_like)
     nodes = [number for _, number in found]
@@ -351,7 +351,7 @@ def test_metrics_are_of_what_has_been_since():
 
 
 def test_a_resumed_budget_goes_on_as_the_whole_one_does():
-    """Its state goes through plain containers, as a checkpoint holds them; while drafts pay, and when they no longer do."""
+    """Its state goes through plain containers, as in a checkpoint; while drafts pay, and when they no longer do."""
     costs, luck = [(0, 1.0), (10, 2.0)], np.random.default_rng(0)
     whole = GoodputBudget(8, costs=costs)
     passes(whole, 200, rows=12, propose=guesses(4, 0.9), is_right=lambda nodes: luck.random(len(nodes)) < 0.9)
@@ -368,7 +368,7 @@ def test_a_resumed_budget_goes_on_as_the_whole_one_does():
 
 
 def test_now_and_then_a_pass_goes_without_drafts_although_they_pay():
-    """Nobody would know without such passes what drafts are compared with: here a pass with any costs 1.5, one without 1."""
+    """Without such passes drafts have no baseline: here a pass with any costs 1.5, one without 1."""
     budget = GoodputBudget(8)
     seconds = lambda nodes, asked: 1.5 + 0.001 * nodes if asked else 1.0  # noqa: E731
     found = passes(budget, 400, rows=8, propose=guesses(4, 0.99), is_right=np.ones_like, seconds=seconds)

@@ -56,7 +56,7 @@ def test_who_is_asked_for_follows_from_what_asking_costs():
 
 
 def test_where_later_steps_run_ahead_all_are_asked_for():
-    """One request of 16 is worth half of all tokens, and asking costs much: but its slot is not the last one to be at work."""
+    """One request of 16 has half of all tokens, and drafting costs much; but its slot is not the last one at work."""
     requests = [replace(request, step=1) for request in make_requests(16)]
     budget = GoodputBudget(costs=STRAIGHT, ask_cost=(0.0, 0.05))
     budget._outlook, budget._kind, budget._rows = learned(of_16=0.8), "draft", 16
@@ -83,7 +83,7 @@ def test_a_probe_tells_how_much_better_drafts_have_become_beyond_its_own_nodes()
 
 
 def test_a_step_begins_with_what_the_one_before_has_taught():
-    """Each step has bad first passes, good ones, and a tail in which drafts lose; a first probe is no reason to pause."""
+    """Each step has bad first passes, good ones, and a tail where drafts lose; one first probe does not pause them."""
     budget, asked = GoodputBudget(costs=[(0, 1.0), (64, 2.0), (256, 4.0)], ask_cost=(0.5, 0.01)), []
     for _ in range(8):
         parts = [(4, 64, 0.1), (30, 64, 0.9), (20, 3, 0.1)]

@@ -74,7 +74,7 @@ def test_dear_nodes_are_not_verified_and_cheap_ones_are():
 
 
 def test_one_long_draft_among_many_requests_does_not_pay_for_all():
-    """Where each node is paid for by itself, goodput takes it; here nobody's draft but one is worth the width of all."""
+    """If each node costs by itself, goodput takes the draft; here only one draft would gain from everybody's width."""
     costs = [[0, 1.0], [64, 1.0], [65, 1.2], [1000, 8.0]]
     requests = make_requests(32)
     drafts = DraftBatch.pack([chain(12, 0.95), *[chain(0)] * 31])

@@ -36,7 +36,10 @@ class Module:
 
 
 def episode(parts: list[list[int]], replies: list[object] | None = None) -> Sample:
-    """Parts are by turns the policy's and the environment's. It has been asked about as many turns as there are `replies`; with none of them there is no environment."""
+    """Return an episode whose parts are in turn the policy's and the environment's.
+
+    The environment was asked about as many turns as there are `replies`; without replies there is no environment.
+    """
     module = Module()
     replies = ["text"] * (len(parts) // 2) if replies is None else replies
     tokens = [token for part in parts for token in part]

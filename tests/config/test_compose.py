@@ -374,7 +374,7 @@ def test_no_global_state_is_left() -> None:
 
 
 def test_no_file_of_the_current_directory_stands_in_for_an_installed_module(here: Path) -> None:
-    """The check runs outside, without what this process has imported already; -P leaves the current directory to rhymerl."""
+    """The check runs outside this process and its imports; -P leaves the current directory to rhymerl."""
     for name in ("torch", "lightning", "transformers"):
         (here / f"{name}.py").write_text("open('ran', 'w').close()\n")
     words = ["fit", "--config", "quickstart", "drafter=my_module.MyDrafter", "--print-config"]

@@ -58,7 +58,7 @@ def test_deterministic_reaches_what_would_depend_on_the_clock(deterministic: boo
 
 
 def test_what_the_paper_says() -> None:
-    """The settings of arXiv 2508.18588 are suffixes of 3 to 7 tokens in the last epoch's answers, the best rewarded branch alone."""
+    """arXiv 2508.18588 has suffixes of 3 to 7 tokens in the last epoch's answers, and only the best rewarded branch."""
     drafter, budget = (
         describe(instantiate(compose("base", ["drafter=paper", "budget=aimd"])[group]))
         for group in ("drafter", "budget")

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: they wait at a barrier, and their messages go through a store in memory, as between processes."""
+"""Ranks as threads of one process: they wait at a barrier, and messages go through a store in memory."""
 
 from __future__ import annotations
 

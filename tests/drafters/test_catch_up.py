@@ -15,7 +15,7 @@ few = st.integers(0, 2)
 
 
 def contents(drafter: HistoryTreeDrafter) -> list[tuple[list[int], list[int]]]:
-    """The text and the positions in it of each prompt's live index, where equal left contexts may stand in any order."""
+    """Return text and positions of each prompt's live index; equal left contexts may stand in any order."""
     found = []
     for group in drafter._groups.values():
         index = group.index
@@ -34,7 +34,7 @@ def contents(drafter: HistoryTreeDrafter) -> list[tuple[list[int], list[int]]]:
     launched=st.lists(st.booleans(), min_size=7, max_size=7),
 )
 def test_an_index_that_has_caught_up_is_one_that_never_was_behind(passes, ends, launched):
-    """Two prompts, two requests each; some end before the last pass. Not every pass is launched: the engine may have changed."""
+    """Two prompts, two requests each; some end before the last pass, and some passes are not launched."""
     twin, drafter = HistoryTreeDrafter(), HistoryTreeDrafter()
     running = [request(make_prompt([1, number]), sample) for number in range(2) for sample in range(2)]
     answers = [list[int]() for _ in running]
@@ -59,7 +59,7 @@ def test_an_index_that_has_caught_up_is_one_that_never_was_behind(passes, ends, 
 
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_new_tokens_are_found_at_once_only_where_no_launch_waits_for_it(drafters, is_launched):
-    """Behind the second 5 comes what came behind the first, which is as new as the second one in the second pass, but not in the third."""
+    """After the second 5 comes the token after the first, which is as new in the second pass, but not in the third."""
     drafter, one = drafters(), request(make_prompt([1]))
     drafter.start(one)
     found = []

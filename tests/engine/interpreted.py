@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Interpreter:
-    """A function that launches kernels, such as "rhymerl.engine.triton_draw:draw_with_logprobs", on the CPU; `with` ends the process."""
+    """A kernel launcher, such as "rhymerl.engine.triton_draw:draw_with_logprobs", on the CPU; `with` ends it."""
 
     def __init__(self, function: str) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""Passes as an accelerator runs them, counted by torch's dispatcher. A CPU stands in for the device: its memory is not read by compiled code."""
+"""Passes as on an accelerator, counted by torch's dispatcher; on the CPU, but no compiled code reads its memory."""
 
 from __future__ import annotations
 

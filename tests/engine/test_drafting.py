@@ -374,7 +374,7 @@ class SecondIsWrong(OracleDrafter):
 
 
 def test_metrics_by_hand():
-    """Request 0/0 draws its five tokens one a pass, asked in the first four; 1/0 draws 2, 2 and 1, asked in the first two."""
+    """Request 0/0 draws five tokens one a pass, asked in four of them; 1/0 draws 2, 2 and 1, asked in two."""
     policy = tiny_policy(num_layers=1)
     requests = make_requests(2, max_tokens=5, stop_token_ids=())
     drafter = SecondIsWrong(oracle_for(answers(policy, requests)).answers)

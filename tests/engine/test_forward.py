@@ -1,4 +1,4 @@
-"""The direct forward is transformers' own, and gives way to it wherever somebody has changed or listens to the model."""
+"""The direct forward equals transformers', and is not used once somebody changes the model or hooks into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes in tiles and by graphs. A CPU stands in for the GPU: a graph is the work itself, and attention is written out in torch.
+"""Passes in tiles and by graphs on a CPU: a graph is the work itself, and attention is written out in torch.
 
 The kernel is in test_triton_attention.py, and both together on a GPU in test_device.py.
 """

@@ -1,4 +1,4 @@
-"""The central invariant over a grid: drafters, architectures, kinds of sampling and slot counts, the weights changing in between.
+"""The central invariant over a grid of drafters, architectures, kinds of sampling, slot counts and new weights.
 
 A drafter is added by one line in DRAFTERS.
 """

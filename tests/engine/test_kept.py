@@ -1,4 +1,4 @@
-"""Keys and values that stay between the turns of an episode: fewer tokens are computed, the same are sampled, no slot is lost."""
+"""Keys and values kept between an episode's turns: fewer tokens computed, the same tokens sampled, no slot lost."""
 
 from __future__ import annotations
 

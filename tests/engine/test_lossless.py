@@ -1,4 +1,4 @@
-"""The central invariant: batch mates, slots, memory, pass size and drafts change the speed of a request and nothing else."""
+"""The central invariant: batch mates, slots, memory, pass size and drafts change only the speed of a request."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_bad_drafts_of_the_inner_drafter_cost_nobody_else_theirs(problem):
 
 
 def test_metrics_by_hand():
-    """The prefetched tokens of 0/0 are three right and two wrong ones of six: 5 nodes, 3 accepted. 1/0 draws its own."""
+    """The prefetched tokens of 0/0 are 3 right and 2 wrong of 6: 5 nodes, 3 accepted. 1/0 draws its own."""
     policy = tiny_policy(num_layers=1)
     requests = make_requests(2, max_tokens=6, stop_token_ids=())
     plain = answers(policy, requests)

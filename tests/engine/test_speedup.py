@@ -109,7 +109,7 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
 
 
 def errors_of(accepted: float, factors: list[float]) -> list[float]:
-    """Return what is said over what is true by policy version, with drafts of which so many tokens are right, on a machine of changing speed."""
+    """Return reported over true speed-up by policy version, at a share of right tokens; `factors` slow the machine."""
     model, rng = tiny_policy().model, np.random.default_rng(0)
     plain = Engine(model, drafter=NoDrafter())
     requests = make_requests(6, group_size=4, max_tokens=40, stop_token_ids=(1,))
@@ -125,7 +125,7 @@ def errors_of(accepted: float, factors: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("accepted", [0.0, 0.5, 1.0])
 def test_what_is_said_is_what_is_true(accepted: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts that are all wrong, half of them right and all right, on a machine that is ten times as slow at times."""
+    """Drafts are all wrong, half of them right, or all right, on a machine that is ten times as slow at times."""
     monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
     errors = errors_of(accepted, [10.0 if version in (3, 7, 15) else 1.0 for version in range(24)])
     assert np.nanmedian(errors) == pytest.approx(1, abs=0.05)

@@ -1,4 +1,4 @@
-"""Models that a token tree would silently break are refused with the reason; requests that cannot fit are refused at once."""
+"""Models that a token tree would silently break are refused with a reason, requests that cannot fit at once."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_proof_sees_one_wrong_mask_entry_or_position(dtype, factor, change):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_float32_does_not_tell_from_rounding_is_computed_in_float64(dtype, monkeypatch):
-    """Here float32 is granted less than no rounding, since on some CPUs there is none, and float64 what would be usual there."""
+    """float32 gets a negative tolerance, since some CPUs have no rounding here; float64 gets a usual one."""
     model, asked = tiny_policy(dtype=dtype).model, []
     measure = support._difference
 

@@ -121,7 +121,7 @@ def test_the_cut(dtype: str, owner: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("widest", [1, 17])
 @pytest.mark.parametrize("owner", [{}, {"query": "*fp32", "keys": "*fp32"}], ids=["alike", "autocast"])
 def test_attention(dtype: str, groups: int, dim: int, widest: int, owner: dict[str, str], tmp_path: Path) -> None:
-    """Nothing of a tile is kept in memory; under autocast queries and keys that are turned by their positions stay float32."""
+    """Nothing of a tile is kept in memory; under autocast rotated queries and keys stay float32."""
     import torch
 
     from rhymerl.engine import triton_attention

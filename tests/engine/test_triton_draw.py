@@ -39,7 +39,7 @@ class Draws:
 
 
 def make(n, vocabulary, *, seed=0, spread=4.0, rules=(), dtype=torch.float32, gaps=0.1):
-    """Random draws at temperatures from 0.3 to 2, a fifth greedy, with -inf here and there; a fourth of the rows has no truncation."""
+    """Return random draws, T = 0.3 to 2, a fifth greedy, some logits -inf; a fourth of the rows is not truncated."""
     source = np.random.default_rng(seed)
     logits = torch.from_numpy(source.normal(size=(n, vocabulary)) * spread).to(dtype)
     logits[torch.from_numpy(source.random(logits.shape) < gaps)] = float("-inf")
@@ -65,7 +65,7 @@ def make(n, vocabulary, *, seed=0, spread=4.0, rules=(), dtype=torch.float32, ga
 
 
 def kept(logits, temperature, top_k, top_p, min_p):
-    """What a sort in float64 keeps of one line, as a mask, and whether a rule is decided by less than the kernel's sums are exact."""
+    """Return a mask of what a float64 sort of a line keeps, and whether a rule is closer than the kernel's sums."""
     quotients = logits.float().numpy() / np.float32(temperature)
     order = np.argsort(-quotients, kind="stable")
     weights = np.exp(quotients[order].astype(np.float64) - quotients.max())
@@ -241,7 +241,7 @@ def counter_with(token: int, high: int, *, salt: int) -> int:
 
 @pytest.mark.parametrize("high", [0, 1, 255, 2**30 - 256, 2**30, 2**32 - 2, 2**32 - 1])
 def test_the_ends_of_the_noise(kernel, high):
-    """w down to 2^-64 and up to 1: the token is so improbable, or so probable, that each bit of w decides in some row."""
+    """w goes from 2^-64 to 1: the token is so improbable, or so probable, that each bit of w decides in some row."""
     n, vocabulary, token = 16, 40, 17
     draws = make(n, vocabulary, gaps=0.0, spread=0.5, seed=high % 97)
     counters = [counter_with(token, high, salt=1000 + i) for i in range(n)]
@@ -279,7 +279,7 @@ def test_a_token_of_uncertain_noise_can_be_the_only_one_left(kernel):
 
 
 def test_what_is_no_number(kernel):
-    """Where nothing may be sampled the token is 0, and the log-prob of what is no number is not finite: the engine refuses it."""
+    """Where nothing may be sampled the token is 0; NaN makes the log-prob not finite, which the engine refuses."""
     draws = make(6, 50, gaps=0.0)
     draws.logits[0] = float("-inf")
     draws.logits[1, 7] = float("nan")

@@ -1,4 +1,4 @@
-"""An OpenEnv server for tests: one counts down to 0, from a number that follows from the seed. 2 takes two, anything else one."""
+"""An OpenEnv server for tests that counts down to 0 from a number by the seed: 2 takes two, anything else one."""
 
 from __future__ import annotations
 

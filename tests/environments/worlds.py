@@ -151,7 +151,7 @@ class NeedsAddress(Environment):
 
 
 class Litters(Environment):
-    """Leaves two processes behind with each reply, one of them in a session of its own, and notes their ids in a file."""
+    """Leaves two processes behind with each reply, one in a session of its own, and notes their ids in a file."""
 
     def __init__(self, log: str) -> None:
         self.log = log

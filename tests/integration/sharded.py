@@ -1,4 +1,4 @@
-"""Short runs in float64 under a strategy, answered by embedded engines in threads of rank 0, or by one in each rank with a whole copy."""
+"""Short float64 runs under a strategy, with embedded engines in threads of rank 0 or a whole copy in each rank."""
 
 from __future__ import annotations
 

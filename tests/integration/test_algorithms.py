@@ -40,7 +40,7 @@ def test_packaged_configs_train_three_steps(name, settings, tmp_path, rhymerl):
 
 
 def test_programs_are_run_and_learned_from(model_dir, tmp_path, rhymerl):
-    """A random answer of digits and signs is a program more often than not; one that ends in the middle of a sum is none."""
+    """A random answer of digits and signs is mostly a program; one that ends in the middle of a sum is none."""
     data = tmp_path / "programs.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+{i}=?\n", "tests": "assert True"}) + "\n" for i in range(4)))
     words = ["rollout.group_size=6", "rollout.max_tokens=3", "data.prompts_per_step=2", "trainer.max_steps=3"]

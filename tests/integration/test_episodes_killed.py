@@ -1,4 +1,4 @@
-"""A run of several turns that is killed at any instant, also while its environment is asked, resumes to the same weights."""
+"""A run of several turns killed at any instant, also while its environment is asked, resumes to equal weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO as a whole: resumed exactly with its critic, the same on two ranks, exported without it, its metrics on TensorBoard."""
+"""PPO as a whole: resumed exactly with its critic, equal on two ranks, exported without it, shown on TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises of the quickstart, on a smaller model: repeatable, honest about held-out problems, and complete in its files."""
+"""The quickstart's promises, on a smaller model: repeatable, honest on held-out problems, complete in its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rhymerl fit` on two ranks of one machine: it listens to that machine only, and no rank stays behind, however rank 0 ends."""
+"""`rhymerl fit` on two ranks of one machine: it listens there only, and no rank outlives rank 0, however that ends."""
 
 from __future__ import annotations
 

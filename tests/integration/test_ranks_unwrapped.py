@@ -1,4 +1,4 @@
-"""Ranks without DDP's wrapper: the weights that it would give, from equal weights as it would, and none of its buckets."""
+"""Ranks without DDP's wrapper: the same weights as with it, from the same equal start, and none of its buckets."""
 
 from __future__ import annotations
 

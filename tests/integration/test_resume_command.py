@@ -1,4 +1,4 @@
-"""`rhymerl resume RUN`, `rhymerl evaluate RUN` and `ckpt_path=auto`: from the newest whole checkpoint, with settings changed on purpose."""
+"""`rhymerl resume RUN`, `evaluate RUN` and `ckpt_path=auto` take the newest whole checkpoint, with changed settings."""
 
 from __future__ import annotations
 

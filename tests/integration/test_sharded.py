@@ -135,7 +135,7 @@ def note_what_is_taken_up(folder: str) -> None:
 
 
 def test_the_loop_and_the_budget_go_on_before_the_first_step(tmp_path):
-    """Lightning reads a checkpoint after `on_fit_start` here: the loop would begin anew, and forget answers that it has begun."""
+    """Lightning reads a checkpoint after `on_fit_start` here; the loop would restart and forget answers begun."""
     run_ranks(1, note_what_is_taken_up, str(tmp_path), output=tmp_path / "output", timeout_s=200)
     assert json.loads((tmp_path / "found").read_text()) == ["loop", "budget", "step"]
 

@@ -142,7 +142,7 @@ def bytes_held() -> int:
 
 
 def measure(folder: str, comes_late: bool) -> None:
-    """Write the most that a rank has held whenever a group of weights was about to be divided, above what it held before."""
+    """Write a rank's peak memory above its start whenever a group of weights is about to be sharded."""
     held: list[int] = []
     divide = sharding.fully_shard
 

@@ -67,7 +67,7 @@ def write_gguf(
     weights: Callable[[Weights], Weights] = lambda weights: weights,
     **values: str | int,
 ) -> Policy:
-    """Write the file, with `values` beside what it needs (`__` is a dot in their names), and return what it was made from."""
+    """Write the file, with extra `values` (`__` is a dot in their names), and return what it was made from."""
     policy = tiny_llama(tied=tied)
     writer = GGUFWriter(path, architecture)
     config: Any = policy.model.config

@@ -1,4 +1,4 @@
-"""Families that the embedded engine cannot run are trained as they are: sliding windows, sinks, scaled and capped logits."""
+"""Families that the embedded engine cannot run are trained: sliding windows, sinks, scaled and capped logits."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_what_is_frozen_gets_none(frozen):
 
 
 def test_in_bfloat16_many_chunks_lose_nothing_of_the_heads_gradient():
-    """Each chunk's product is rounded, but not their sum: with few chunks and with many it is as far from the one in float64."""
+    """Each chunk's product is rounded, but not their sum: few and many chunks are equally far from float64."""
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=True, dtype=torch.bfloat16)
     hidden, targets = (1 + torch.randn(2000, WIDTH)).bfloat16(), torch.zeros(2000, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Models that the update would compute otherwise than they are, or not at all, are refused in one line that says why."""
+"""Models that the update would compute wrongly, or not at all, are refused in one line that says why."""
 
 from __future__ import annotations
 

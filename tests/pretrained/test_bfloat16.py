@@ -102,7 +102,7 @@ def test_drafts_keep_the_distribution() -> None:
 
 
 def homogeneity(*counts: Counter[tuple[int, ...]]) -> tuple[float, int]:
-    """p of the chi-square test that two samples of one size have one distribution; outcomes seen less than 10 times are one."""
+    """Return p of the chi-square test of homogeneity, and the number of outcomes; those below 10 counts are one."""
     common = [outcome for outcome, count in (counts[0] + counts[1]).items() if count >= 10]
     table = torch.tensor([[count[each] for each in common] for count in counts], dtype=torch.float64)
     rest = torch.tensor([sum(count.values()) for count in counts], dtype=torch.float64) - table.sum(1)

@@ -40,7 +40,7 @@ SETTINGS = [
 
 
 def start(run_dir: Path, *settings: str, host: str | None = None) -> subprocess.Popen[str]:
-    """`rhymerl fit` with these settings, perhaps in a network namespace; it and its cluster share the environment variable RUN_OF_TEST."""
+    """Start `rhymerl fit`, perhaps in a network namespace; it and its cluster share the variable RUN_OF_TEST."""
     return subprocess.Popen(
         [
             *(["ip", "netns", "exec", host] if host else []),

@@ -17,7 +17,7 @@ SHARDED = ["trainer.strategy=fsdp2", "trainer.accelerator=cpu", "trainer.devices
 
 @pytest.fixture
 def policy(tmp_path) -> list[str]:
-    """Settings of a policy without norms in float32: there a weight that differs by 1e-15 changes what is rounded, and so others by 1e-8."""
+    """Return settings of a float32 policy without norms: a weight off by 1e-15 changes rounding, and others by 1e-8."""
     tiny_policy("starcoder2", use_bias=False, peaked=2.0).save(tmp_path / "start")
     return [f"model.path={tmp_path / 'start'}", "rewards=tests.integration.rewards.digits"]
 

@@ -42,7 +42,7 @@ SECOND = [(1, "q", 0, 1.0), (1, "p", 1, 1.0), (1, "p", 0, 1.0), (2, "p", 0, 0.5)
 
 
 def test_differences_by_hand() -> None:
-    """Step 1: p rises from 0.5 to 1, q from 0 to 1. Step 2: p by 0, q by 0.5; r was not in the first run. Step 3 is in one only."""
+    """Step 1: p from 0.5 to 1, q from 0 to 1. Step 2: p by 0, q by 0.5; r in the second run only. Step 3 in one."""
     found = paired_difference(run_of(FIRST), run_of(SECOND))
     assert found is not None
     assert [*found.steps] == [1, 2]

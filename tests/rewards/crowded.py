@@ -1,4 +1,4 @@
-"""Rewards where processes are few: `python crowded.py SCENE`, in a control group with a limit. Prints one JSON object."""
+"""Rewards under a limit of processes: `python crowded.py SCENE`, in a control group. Prints one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts over several ranks: scheduler, run-ahead and the pace of ranks change when tokens are sampled, and nothing else."""
+"""Rollouts over several ranks: scheduler, run-ahead and ranks' pace change only when tokens are sampled."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def random_trace(num_epochs: int = 3, *, prompts: int = 3, group: int = 2, seed:
 
 
 def test_an_oracle_by_hand():
-    """Answers of 8 and 3 tokens, 3 nodes a pass: 3 + 1 tokens twice, and 3 accepted ones of which the last is the end."""
+    """Answers of 8 and 3 tokens, 3 nodes a pass: 3 + 1 tokens twice, and 3 accepted ones with the end as last."""
     records = [record([5, 6, 7, 8, 5, 6, 7, 9]), record([4, 5, 6], sample=1)]
     oracle = OracleDrafter({"0/0": [5, 6, 7, 8, 5, 6, 7, 9], "0/1": [4, 5, 6]})
     (totals,) = replayed(records, oracle, FixedBudget(3), costs=CostCurve([(0, 1.0), (10, 2.0)])).values()

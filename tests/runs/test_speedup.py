@@ -47,9 +47,10 @@ def test_without_drafts_there_is_none() -> None:
 
 @pytest.mark.parametrize("reports", [3, 5, 7, 8, 12, 30])
 def test_the_interval_covers_what_is_true(reports: int) -> None:
-    """Of 400 runs whose costs are known to 4 % a report, and to 3.5 % in all of a run's alike, about 95 % have the true figure in their interval.
+    """Of 400 runs, about 95 % have the true figure in their interval.
 
-    The machine itself is at times half as fast.
+    Costs are known to 4 % a report, and a run's have a common error of 3.5 %. The machine itself is at times half as
+    fast.
     """
     rng, covered = np.random.default_rng(0), 0
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""The promises of every scheduler: a plan is a partition, the same one for the same knowledge, and takes little work."""
+"""Every scheduler's promises: a plan is a partition, the same for the same knowledge, and takes little work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start of SGLang's engine on a CPU for a test. `make test-sglang` makes the environment; standins/ holds what a CPU lacks."""
+"""Starts SGLang's engine on a CPU, in `make test-sglang`'s environment; standins/ holds what a CPU lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter that writes down what accepted tokens were drafted from, for servers whose processes a test cannot see into."""
+"""A drafter that writes down the sources of accepted tokens, for servers whose processes a test cannot see into."""
 
 from __future__ import annotations
 

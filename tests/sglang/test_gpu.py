@@ -1,4 +1,4 @@
-"""The same on a GPU: overlapping passes, CUDA graphs, weights that are handed over in place. Run by hand where there is one.
+"""The same on a GPU: overlapping passes, CUDA graphs, weights handed over in place. Run by hand on a GPU.
 
 RHYMERL_SGLANG_GPU, a JSON object, adds to the backend's `arguments` and `environment`, for machines that lack some
 kernels.

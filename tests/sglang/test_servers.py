@@ -124,7 +124,7 @@ def lines_about_servers(caplog) -> list[str]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_drafts_come_from_the_trainers_history(tmp_path, capsys, caplog):
-    """Each step is an epoch. A second trainer has a history of its own: its first step knows nothing of the first trainer's answers."""
+    """Each step is an epoch; a second trainer has its own history, so its first step knows no earlier answers."""
     tiny_policy(dtype="float32", context=128, peaked=2.0).save(tmp_path / "model")
     log = tmp_path / "sources"
     drafter = ["drafter=tests.sglang.sources.CountingDrafter", f"drafter.log={log}"]

@@ -47,7 +47,7 @@ class KeepAnswers(L.Callback):
 
 
 def note_deliveries(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Write the size of each message of weights, and how many tensors it has; and prove the log-probs of each server after each load."""
+    """Note size and number of tensors of each weights message; prove each server's log-probs after each load."""
     send, load = WeightGroup._send, Delivery.load
 
     def noted_send(group: WeightGroup, bucket: Any, dtype: torch.dtype, version: int) -> None:

@@ -41,7 +41,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def is_a_near_tie(policy: Policy, ours: Completion, theirs: Completion) -> bool:
-    """Whether the first token in which they differ was drawn by less than rounding: logit / T plus the request's own noise."""
+    """Return whether rounding decided the first differing token, by logit / T plus the request's own noise."""
     length = min(len(ours.token_ids), len(theirs.token_ids))
     at = int(np.flatnonzero(ours.token_ids[:length] != theirs.token_ids[:length])[0])
     request = ours.request

@@ -1,4 +1,4 @@
-"""The differences that a CPU with one version of SGLang does not show: masks as on a GPU, and versions that lack something."""
+"""Differences that one version of SGLang on a CPU does not show: a GPU's masks, and versions that lack something."""
 
 from __future__ import annotations
 

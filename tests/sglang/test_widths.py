@@ -69,7 +69,7 @@ def test_two_ranks_take_passes_of_one_size(problem, tmp_path: Path):
 
 
 def test_goodput_chooses_in_the_engine(problem):
-    """With what passes cost and drafts bring: here history has every answer, and a pass costs hardly more with nodes than without."""
+    """With the cost of passes and the gain of drafts: history has every answer, and nodes cost hardly anything."""
     policy, requests, ours, history = problem
     with sglang(nodes=16) as backend:
         started(backend, policy, HistoryTreeDrafter(), GoodputBudget())

@@ -243,7 +243,7 @@ def test_the_next_step_is_planned_when_a_worker_has_a_tenth_of_its_requests_left
 
 
 def test_a_step_is_followed_from_when_its_own_policy_is_there():
-    """Worker 1 begins its part of step 1 at 2; the last answer of step 0, and so the policy, comes at 6, and the first look one pass later."""
+    """Worker 1 begins step 1 at 2; step 0's last answer, and so the policy, comes at 6; the first look a pass later."""
     scheduler = Watching([1, 1], [1, 1])
     works = [work([6, 2]), work([2, 6])]
     Simulation(scheduler, num_workers=2, run_ahead="keep", rebalance_every=1.001 * PASS).run(works)

@@ -47,7 +47,7 @@ class Ends:
 
 
 def pipelined(plans: Sequence[Sequence[Sequence[int]]], *, run_ahead: str, train_time: float = 0.0) -> Ends:
-    """Steps of queues of lengths, off or keep, disaggregated: a step of `keep` waits for the training of the last but one."""
+    """Run disaggregated steps of queues, off or keep; a `keep` step waits for the training of the last but one."""
     found = Ends(done=[], starts=[], ends=[])
     trained: list[float] = []
     free = [0.0] * len(plans[0])

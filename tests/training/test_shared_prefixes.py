@@ -1,4 +1,4 @@
-"""A prompt computed once for its answers: the same gradients and metrics as row by row, to the last digits of float64."""
+"""A shared prompt computed once: gradients and metrics equal those row by row, to the last digits of float64."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class Reinforce(Algorithm):
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_each_mini_batch_is_a_step_by_the_mean_over_its_own_tokens(max_grad_norm):
-    """Plain gradient descent beside one by hand: each weight is less 0.1 times the gradient, which is scaled down to the norm.
+    """Plain gradient descent, by hand: each weight loses 0.1 times the gradient, scaled down to the norm.
 
     The mini-batches differ in tokens, so a denominator of the whole step would be seen; AdamW would hide it.
     """

@@ -1,4 +1,4 @@
-"""Log-probs of the policy before the update: what a pass has to find, what is known, and what the update finds by itself."""
+"""Log-probs of the policy before the update: computed by a pass, known already, or found by the update itself."""
 
 from __future__ import annotations
 

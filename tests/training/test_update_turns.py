@@ -1,4 +1,4 @@
-"""The update of episodes, beside a plain one of sampled tokens alone: what replies say is read, and earns and learns nothing."""
+"""The update of episodes, beside one of sampled tokens alone: replies are read, but earn and learn nothing."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def scored(count: int, *, alike: bool = False) -> list[Sample]:
 
 
 def like(first: Sample, sample: Sample, *, way: int) -> Sample:
-    """Return a sample whose answer is the first one's, goes on from half of it, and from there, is the same, or is that half."""
+    """Return an answer by `way`: the first, its half with others, these with more, the first again, or its half."""
     tokens = first.completion.token_ids
     half, other = tokens[: (len(tokens) + 1) // 2], tokens[::-1]
     ways = tokens, np.append(half, other), np.concatenate((half, other, tokens)), tokens, half
@@ -60,7 +60,7 @@ def like(first: Sample, sample: Sample, *, way: int) -> Sample:
 
 
 def norm_in_double(norm: Qwen2RMSNorm, states: Tensor) -> Tensor:
-    """Is a norm's forward in the dtype of its input, where transformers goes down to float32: differences would be of that size."""
+    """Compute a norm in its input's dtype: transformers computes it in float32, and the difference would show."""
     return norm.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
@@ -125,9 +125,10 @@ def run_update(
     mesh: DeviceMesh | None = None,
     **settings: float,
 ) -> tuple[nn.ModuleDict, dict[str, float]]:
-    """The same samples as `steps` rollout steps in a row, from the same model; with the last step's metrics but for times.
+    """Train on the same samples as `steps` rollout steps in a row, from the same model.
 
-    Returns what was trained: `model` and, if there is one, `critic`; sharded over a `mesh`, as the reference is.
+    The last step's metrics come without times. Returns what was trained: `model` and, if there is one, `critic`;
+    sharded over a `mesh`, as the reference is.
     """
     made = algorithm()
     model = copy.deepcopy(first_policy(dropout).model)

@@ -1,4 +1,4 @@
-"""A worker may be lost at any time, hang, come late or be taken away: that costs time and nothing else, or ends the run with its reason."""
+"""A worker may be lost, hang, come late or be taken away: that only costs time, or ends the run with its reason."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
 
 @pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
 def test_moves_to_workers_that_are_lost_or_late_keep_nobody_waiting(run_ahead, monkeypatch):
-    """Requests move anywhere all the time; workers are killed at random, and of those in their place some come late and some never."""
+    """Requests move anywhere all the time; workers are killed at random, and successors may come late or never."""
     monkeypatch.setattr(coordinator, "REBALANCE_S", 0.005)
     steps = restless_steps(12, run_ahead)
     assert steps[-1].metrics["workers/lost"] > 0

@@ -1,4 +1,4 @@
-"""What a cluster leaves behind where its trainer is killed, without Ray: processes that write into its folder, and the folder."""
+"""Leftovers of a cluster whose trainer is killed, without Ray: its folder, and processes that write into it."""
 
 from __future__ import annotations
 

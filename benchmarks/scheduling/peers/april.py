@@ -10,7 +10,7 @@ from rhymerl.types import RolloutRequest
 
 
 class APRILScheduler(EarlyStopScheduler):
-    """A step has `over` times as many prompts under way as it trains on, and ends when enough of them have all their answers.
+    """A step runs `over` times as many prompts as it trains on, and ends when enough of them have all their answers.
 
     What is unfinished goes first in the next step, from the tokens that it has. With `recycle=False` it is dropped:
     that is over-provisioning alone, which APRIL is an answer to. The authors' repository recommends over = 2.

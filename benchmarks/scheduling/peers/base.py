@@ -1,4 +1,4 @@
-"""What rules of other systems need beside rhymerl's Scheduler: waiting requests in a new order, and steps that end early."""
+"""Shared parts of other systems' rules beside Scheduler: reordered waiting requests, and steps that end early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Group = Sequence[RolloutRequest]  # all answers to a prompt that may be asked fo
 
 
 def redeal(progress: Progress, priority: Callable[[RolloutRequest], Any]) -> list[Move]:
-    """Return moves after which waiting requests stand behind the running ones by ascending priority, as many on each worker.
+    """Return moves that sort waiting requests behind running ones by ascending priority, as many on each worker.
 
     This stands in for a queue that all workers share. A moved request goes to the end of its new worker's queue, and
     one that stays keeps its place; so all that wait change workers.

@@ -8,7 +8,7 @@ from rhymerl.schedulers import FIFOScheduler, Move, Progress
 
 
 class LaminarScheduler(FIFOScheduler):
-    """Workers that ramp down are packed onto as few of them as will hold their requests; the others are free for the next step.
+    """Packs workers that ramp down onto as few as hold their requests; the others are free for the next step.
 
     A worker ramps down when nothing waits on it and its keys and values have become fewer since the last look. From the
     emptiest on, each gives all its requests to the fullest other one where they fit (best fit): together at most

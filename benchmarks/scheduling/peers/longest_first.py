@@ -12,9 +12,10 @@ from rhymerl.types import RolloutRequest
 
 
 class LongestFirstScheduler(PredictingScheduler):
-    """Single requests, the longest predicted first (Graham's LPT rule, doi 10.1137/0117039), and no worker is without work while another has some waiting.
+    """Single requests, the longest predicted first (Graham's LPT rule, doi 10.1137/0117039).
 
-    The lengths come from rhymerl's own predictor. `sorted` differs: it keeps groups together and never moves a request.
+    No worker is without work while another has requests waiting. The lengths come from rhymerl's own predictor.
+    `sorted` differs: it keeps groups together and never moves a request.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from rhymerl.types import RolloutRequest
 
 
 class RollPackerScheduler(EarlyStopScheduler):
-    """Short steps launch `over` times as many prompts, and answers to each, as they train on, and take the first to end.
+    """Short steps launch `over` times as many prompts and answers as they train on, and take the first to end.
 
     The prompts that were too slow are kept. When there are enough for a step, they make a long one, in which each has
     as many answers as are trained on and all are waited for. As everything is sampled by the newest policy, their

@@ -13,7 +13,7 @@ from rhymerl.types import RolloutRequest
 
 
 class SeerScheduler(Scheduler):
-    """The first request of a group goes ahead of all others; how long it gets says how long its siblings are, and the longest groups go first.
+    """A group's first request goes first; its length predicts the group's, and the longest groups go next.
 
     A group's estimate is the longest of its finished answers, and the limit before there is one. Groups are divided:
     waiting requests stand in one queue for all workers, by estimate. Running ones are divided too, into `chunks` of the
@@ -65,7 +65,7 @@ class SeerScheduler(Scheduler):
         return request.id not in self._first, -self._estimates.get(request.prompt.id, math.inf)
 
     def _divided(self, progress: Progress) -> list[Move]:
-        """Return the moves that even out how many requests run on each worker; of those at the end of a chunk the shortest first."""
+        """Return the moves that even out running requests per worker; at a chunk's end the shortest go first."""
         counts = np.bincount(progress.workers, minlength=len(progress.planned))
         moves: list[Move] = []
         for index in np.argsort(progress.num_tokens, kind="stable").tolist():

@@ -16,9 +16,9 @@ def group_advantages(
 ) -> Tensor:
     """Return the rewards less a baseline, over a standard deviation (of the sample, plus epsilon); [B] -> [B].
 
-    Baseline `group`: the group's mean (GRPO, arXiv 2402.03300, section 4.1.2); `leave_one_out`: that of its other
-    members (RLOO, arXiv 2402.14740, section 2). Scale `group` as in GRPO, `batch`: of all rewards (arXiv 2508.08221);
-    `none` as in Dr.GRPO (arXiv 2503.20783).
+    Baseline `group` is the group's mean (GRPO, arXiv 2402.03300, section 4.1.2); `leave_one_out` is the mean of the
+    group's other members (RLOO, arXiv 2402.14740, section 2). Scale `group` is as in GRPO; `batch` takes all rewards
+    (arXiv 2508.08221); `none` is as in Dr.GRPO (arXiv 2503.20783).
     """
     size = group_sums(torch.ones_like(rewards), groups)
     centred = rewards - group_sums(rewards, groups) / size
@@ -75,8 +75,7 @@ def generalized_advantages(
 ) -> Tensor:
     """GAE(gamma, lambda), arXiv 1506.02438, equation 16, from the rewards and values of tokens; all [B, T].
 
-    Tokens that do not count are passed over, as if they were not there; behind the last one the value is 0, or that of
-    `final_values` [B].
+    Masked tokens are skipped, as if they were absent; after the last token the value is 0, or `final_values` [B].
     """
     advantage = values.new_zeros(len(values))
     next_value = advantage if final_values is None else final_values

@@ -28,8 +28,8 @@ def divergence(logprobs: Tensor, reference: Tensor, *, estimator: Estimator) -> 
 def weighted_divergence(estimate: Tensor, ratio: Tensor, *, estimator: Estimator) -> Tensor:
     """Return `estimate` times policy / behaviour, so that the expected gradient is that of KL(policy || reference).
 
-    As a loss, k1 alone has the expected gradient 0, and k3 that of KL(reference || policy). The weight's own gradient
-    mends both: DeepSeek-V3.2, arXiv 2512.02556, "unbiased KL estimate". That of k2 is right already, so its weight is a
-    constant.
+    As a loss, k1 alone has the expected gradient 0, and k3 the gradient of KL(reference || policy). The weight's own
+    gradient corrects both: DeepSeek-V3.2, arXiv 2512.02556, "unbiased KL estimate". The gradient of k2 is right
+    already, so its weight is a constant.
     """
     return estimate * (ratio.detach() if estimator == "k2" else ratio)

@@ -15,15 +15,18 @@ MOST = 20.0  # nats: the exponential and its square are finite in float32, and n
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio) of the same shape, at most e^20, where it has no gradient any more: infinity times an advantage of 0 is no number."""
+    """Return exp(log_ratio), of the same shape and at most e^20.
+
+    It has no gradient at the limit; without the limit, infinity times an advantage of 0 would be NaN.
+    """
     return log_ratio.clamp(max=MOST).exp()
 
 
 def policy_ratio(log_ratio: Tensor, mask: Tensor, *, level: Level) -> Tensor:
-    """Return the probability of each token under the policy over that under an earlier one, [B, T]; `log_ratio` is 0 outside the mask.
+    """Return the ratio of each token's probability to that under an earlier policy, [B, T].
 
-    Level `sequence` is GSPO's geometric mean over the answer, with the gradient of each token's own log-prob
-    (GSPO-token, arXiv 2507.18071, equations 7 and 14).
+    `log_ratio` is 0 outside the mask. Level `sequence` is GSPO's geometric mean over the answer, with the gradient of
+    each token's own log-prob (GSPO-token, arXiv 2507.18071, equations 7 and 14).
     """
     if level == "token":
         return ratio_of(log_ratio)

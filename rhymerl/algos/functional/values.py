@@ -8,7 +8,7 @@ from torch import Tensor
 def clipped_value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return half the squared error of each token, and where it is that of the clipped value.
+    """Return half the squared error of each token, and where the clipped value's error is used.
 
     The worse of the value's and of the value that moved at most `clip` from the old one: baselines, PPO2; a clip of
     None leaves the first.
@@ -21,7 +21,7 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float | None:
-    """Return 1 - Var(returns - values) / Var(returns) over the tokens that count; None where the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns) over the mask; None where returns do not vary."""
     wanted, error = returns[mask], (returns - values)[mask]
     if len(wanted) < 2 or not wanted.var() > 0:
         return None

@@ -1,4 +1,4 @@
-"""What an engine says of a request, read once: whoever it is, its shapes, types and ranges are looked at before anybody builds on them."""
+"""An engine's answers about requests; shapes, types and ranges are checked here, before anything uses them."""
 
 from __future__ import annotations
 

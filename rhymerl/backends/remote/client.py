@@ -30,7 +30,7 @@ class NoAnswerError(BackendError):
 
 
 class RefusedError(BackendError):
-    """An engine answers, but not with what it was asked for."""
+    """An engine answered, but refused the request or failed."""
 
 
 class Client:
@@ -95,7 +95,7 @@ class Client:
         return answer
 
     def post(self, path: str, content: Mapping[str, Any] | bytes, *, timeout_s: float | None = _LONGEST_S) -> Any:
-        """Return the server's answer. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses or reports failure."""
+        """Return the server's answer. Raises NoAnswerError if unreachable, RefusedError if it refuses or fails."""
         status, answer = self._call("POST", path, content, timeout_s=timeout_s)
         self._check(path, status, answer)
         return answer
@@ -138,7 +138,10 @@ class Client:
 
     @contextmanager
     def _connected(self, timeout_s: float | None) -> Iterator[http.client.HTTPConnection]:
-        """Context with a connection that `hang_up` closes, and the end of the time: a byte now and then never runs into the socket's own limit."""
+        """Yield a connection that `hang_up` closes, and that the time limit closes too.
+
+        A server that sends a byte now and then never runs into the socket's own limit.
+        """
         connection = _KINDS[self.scheme](self.host, self.port, timeout=min(timeout_s or _CONNECT_S, _CONNECT_S))
         connection.connect()
         there = connection.sock  # which the connection lets go of where an answer has no length
@@ -174,7 +177,7 @@ def _read(response: http.client.HTTPResponse) -> bytes:
 
 
 def _shut(connected: socket.socket) -> None:
-    """Let whoever reads from it find it closed."""
+    """Close a socket for its readers too."""
     with suppress(OSError):  # it is closed already
         connected.shutdown(socket.SHUT_RDWR)
 

@@ -12,7 +12,7 @@ NAMES = ("asks", "hits", "drafted_nodes", "bad_drafts", "draft_s", "passes", "ro
 
 
 class Counters:
-    """`add` in the one process, `since` in the other; both hold the same file."""
+    """Counters in a file that two processes share: one calls `add`, the other `since`."""
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
         if new:

@@ -55,7 +55,7 @@ class Delivery:
         self._group: WeightGroup | None = None
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Nothing may be in flight. Raises BackendError when an engine refuses, or does not compute the policy afterwards."""
+        """Load weights; nothing may be in flight. Raises BackendError if an engine refuses or computes otherwise."""
         self.wake_up()
         dtype = DTYPES[self.dtype]
         if self.way == "tensor":
@@ -88,14 +88,14 @@ class Delivery:
         return self._group
 
     def sleep(self) -> None:
-        """The engines' memory is free until the next `load`. Nothing may be in flight."""
+        """Free the engines' memory until the next `load`. Nothing may be in flight."""
         if not self.is_asleep:
             weights.flush(self.fleet)  # memory is given up only when the last pass is over
             self.fleet.post("/release_memory_occupation", {})
             self.is_asleep = True
 
     def wake_up(self) -> None:
-        """The engines have their memory again, and nothing in it."""
+        """Give the engines their memory back, without contents."""
         if self.is_asleep:
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the update has used at most is the allocator's until then

@@ -1,9 +1,9 @@
-"""The trainer's messages to the drafter in an engine's process: history and scored samples, in numbered files of one folder.
+"""The trainer's messages to an engine's drafter: history and scored samples, in numbered files of one folder.
 
-A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. A drafter has read
-what the step before has brought when the first request of the next one arrives. Each file is written whole, read once
-and then removed by the reader. For an engine that it has started the trainer writes them; to a server that runs already
-it sends the history over HTTP, as plain data, and the plugin's route there writes them.
+A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. When the first
+request of a step arrives, the drafter has read all messages of the step before. Each file is written whole, read once
+and then removed by the reader. The trainer writes the files for an engine that it has started. To a server that runs
+already it sends the history over HTTP, as plain data, and the plugin's route there writes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class FeedMessage:
 
 
 def message_of(content: bytes) -> FeedMessage:
-    """Return a change of the history that came over HTTP. Raises DataError for anything that `pack_delta` has not made; nothing in it is executed."""
+    """Return a change of the history that came over HTTP; nothing in it is executed.
+
+    Raises DataError for anything that `pack_delta` has not made.
+    """
     try:
         return FeedMessage(delta=unpack_delta(from_bytes(content)))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The engines behind one backend: the one that it started, or those that run at its addresses already."""
+"""The engines behind one backend: one that it started, or running ones at its addresses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _RANK = re.compile(r"@\d+$")  # behind the address, where a router tells an engi
 
 
 class Fleet:
-    """All of them have the same weights, so it does not matter which one answers a request."""
+    """Engines with the same weights, any of which may answer a request."""
 
     def __init__(self, engines: Sequence[Client], *, timeout_s: float = 600.0) -> None:
-        """`timeout_s` is for whatever is posted to all of them."""
+        """Make a fleet; `timeout_s` limits each post to its engines."""
         self.engines = tuple(engines)
         self.timeout_s = timeout_s
 
     @classmethod
     def at(cls, addresses: Sequence[Client], *, timeout_s: float = 600.0) -> Fleet:
-        """The engines at the addresses, a router's in its place.
+        """Return the engines at the addresses, each router replaced by its engines.
 
         Requests go to a router's engines and not through it: new weights have to reach each of them anyway, and routers
         drop what they do not know of a request. Raises ConfigError for one that is named twice, BackendError when an
@@ -44,7 +44,7 @@ class Fleet:
         return fleet
 
     def each(self, action: Callable[[int, Client], T]) -> list[T]:
-        """Return what `action` gives for each engine and its number, run for all at the same time; raise what the first of them raises."""
+        """Return `action` of each engine and its number, run for all at once; raise the first exception."""
         if len(self.engines) == 1:
             return [action(0, self.engines[0])]
         with ThreadPoolExecutor(len(self.engines), thread_name_prefix="rhymerl-fleet") as threads:
@@ -60,7 +60,7 @@ class Fleet:
 
 
 def _behind(address: Client) -> list[Client]:
-    """A router's engines, in the order of their addresses; a server is its own."""
+    """Return a router's engines, in the order of their addresses; a server is its own engine."""
     listed = _listed(address)
     if listed is None:
         return [address]

@@ -27,7 +27,7 @@ _LEAST_PIECE = 8
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """A request that has been sent to an engine; its `output` is what it was sent with."""
+    """A request that was sent to an engine, with its `output` at that time."""
 
     request: RolloutRequest
     rid: str  # the engine's name for it: of one length, because an engine aborts whatever begins with a name
@@ -37,16 +37,16 @@ class InFlightRequest:
 
     @property
     def failure(self) -> BaseException | None:
-        """Return why the engine could not be asked, or what it refused; None while it is in flight, and when it is well."""
+        """Return why the engine could not be asked or refused the request; None in flight and after success."""
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
 class InFlightRequests:
     """The requests in flight through an engine, at most `max_sent` with it at a time; the others wait here.
 
-    `nodes` says how many draft nodes a request has in a pass of it, on average, None that it has none; tokens below
-    `num_tokens` are sampled. With `piece_s` an answer is asked for in pieces that take about so long; a request that
-    waits here does not get between them. Raises ConfigError when so many connections cannot be open.
+    `nodes` returns the mean number of draft nodes per request and pass, None if there are none. Tokens below
+    `num_tokens` are sampled. With `piece_s` answers are requested in pieces that take about so long; waiting requests
+    do not get between the pieces. Raises ConfigError when so many connections cannot be open.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class InFlightRequests:
         return _completion(sent, self._output(sent, list(sent.pieces), "withdrawn"))
 
     def outputs(self) -> list[Completion]:
-        """Return what there is of requests some of whose pieces are there; they go on."""
+        """Return the tokens so far of requests that have pieces of an answer; they go on."""
         return [self._so_far(sent) for sent in self.requests.values() if sent.pieces]
 
     def complete(self, sent: InFlightRequest, *, is_withdrawn: bool = False) -> Completion:
-        """The completion of one that is back. Raises BackendError when the engine failed it or gave it up by itself."""
+        """Return the completion of an answered request. Raises BackendError if the engine failed it or gave it up."""
         self._leave(sent)
         if sent.answer.cancelled():
             return _completion(sent, Output.of())
@@ -120,7 +120,7 @@ class InFlightRequests:
         return _ended(_completion(sent, new), last.told)
 
     def _check_version(self, sent: InFlightRequest, version: str | None, num_tokens: int) -> None:
-        """An engine may have been started anew behind an address, or be given weights by somebody else."""
+        """Raise BackendError if the engine was restarted behind its address, or got another trainer's weights."""
         if num_tokens and version != str(self.policy_version):
             raise BackendError(
                 f"the SGLang engine at {self.engine.url} answered request {sent.request.id} with weights of version {version}, "
@@ -128,7 +128,7 @@ class InFlightRequests:
             )
 
     def complete_all(self, requests: Sequence[InFlightRequest], completed: list[Completion]) -> None:
-        """Add the completions of those that are still in flight to `completed`, also of those behind one that raises."""
+        """Append the completions of requests still in flight to `completed`, even if one of them raises."""
         errors = []
         for sent in filter(self.has, requests):
             try:
@@ -139,7 +139,7 @@ class InFlightRequests:
             raise errors[0]
 
     def abandon(self, sent: InFlightRequest) -> Completion:
-        """The completion of one whose engine is gone: what there is of it, or its answer if that has come."""
+        """Return the completion of a request whose engine is gone: its answer if it has come, else its pieces."""
         if sent.answer.done() and sent.failure is None:
             return self.complete(sent, is_withdrawn=True)
         self._leave(sent)
@@ -149,7 +149,7 @@ class InFlightRequests:
         del self.requests[sent.request.id]
 
     def wait(self, timeout_s: float) -> list[InFlightRequest]:
-        """Wait until answers are back or the time is over, and return them. Requests that were completed otherwise are left out."""
+        """Wait for an answer, at most so long; return the requests that have one, unless completed otherwise."""
         try:
             back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
         except queue.Empty:
@@ -161,7 +161,7 @@ class InFlightRequests:
         return self.requests.get(sent.request.id) is sent
 
     def settle(self, requests: Sequence[InFlightRequest], timeout_s: float) -> None:
-        """Wait until all of these are back, or the time is over."""
+        """Wait until all of these requests have answers, or the time is over."""
         wait([sent.answer for sent in requests], timeout_s)
 
     def _drained(self) -> list[InFlightRequest]:
@@ -171,7 +171,7 @@ class InFlightRequests:
         return found
 
     def totals(self) -> Counter[str]:
-        """Tokens and passes of what has been completed since the last call."""
+        """Return tokens and passes of the requests completed since the last call."""
         totals, self._totals = self._totals, Counter()
         return totals
 
@@ -245,7 +245,7 @@ def _make_room_for(num_connections: int) -> None:
 
 
 def _completion(sent: InFlightRequest, new: Output) -> Completion:
-    """All that there is of the request: what it was sent with, and what is `new`."""
+    """Return the whole output of a request: what it was sent with, and the `new` tokens."""
     before = sent.request.output
     return Completion(request=sent.request, output=new if before is None else before + new)
 

@@ -1,4 +1,4 @@
-"""The place of this rank on its node: every rank has an engine of its own, and the engines of one node share what the node has."""
+"""The place of this rank on its node: every rank has its own engine, and engines of one node share its devices."""
 
 from __future__ import annotations
 

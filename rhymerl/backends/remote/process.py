@@ -26,10 +26,11 @@ _OF_A_RANK = {
 
 
 class Server:
-    """Starts when it is made; `close` leaves no process behind. A context manager would end it too early: the backend owns it.
+    """A server process that starts when it is made; `close` leaves no process behind.
 
-    `command` makes the words to run from the port to listen at and a second one, which is free for a process group. The
-    process is to end when its standard input closes, as it does when the trainer dies.
+    It is no context manager, which would end it too early: the backend owns it. `command` makes the words to run from
+    the port to listen at and a second one, which is free for a process group. The process is to end when its standard
+    input closes, as it does when the trainer dies.
     """
 
     def __init__(self, command: Callable[[int, int], Sequence[str]], environment: Mapping[str, str], log: Path) -> None:
@@ -68,7 +69,7 @@ class Server:
         return self._process.poll() is None
 
     def dies_within(self, timeout_s: float) -> bool:
-        """Return whether it is dead or dies within the time: a process that is killed closes its connections before it is gone."""
+        """Return whether it dies within the time: a killed process closes its connections before it is gone."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -82,7 +83,7 @@ class Server:
             raise NoAnswerError(f"the SGLang engine has died ({how}); {self.last_words()}")
 
     def last_words(self) -> str:
-        """The end of its log, to follow a semicolon."""
+        """Return the end of its log, to follow a semicolon."""
         lines = self.log.read_text(errors="replace").splitlines()
         return f"the end of its log {self.log}:\n" + "\n".join(lines[-_TAIL_LINES:])
 
@@ -111,7 +112,7 @@ class Server:
 
 
 def held_port() -> socket.socket:
-    """A socket whose port nobody is given by chance while it is open, and where a server may listen that asks for that port."""
+    """Return a bound socket whose port is handed to nobody else; a server may still ask for that port and listen."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A proof that an engine computes the policy's model: it ignores weights whose names it does not know, and reports success."""
+"""A proof that an engine computes the policy: engines ignore weights with unknown names and report success."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _policy_free = threading.Lock()  # engines may be proven side by side
 
 
 def prove_server(client: Client, policy: Policy, dtype: str) -> None:
-    """Raise BackendError unless the log-probs of a short greedy answer are those of the policy."""
+    """Raise BackendError unless a short greedy answer has the policy's log-probs."""
     rows = policy.model.config.get_text_config().vocab_size
     prompt = [(7 * i) % rows for i in range(1, _PROMPT + 1)]
     request = _request(np.array(prompt, np.int32), seed=0, sampling=SamplingParams(max_tokens=_ANSWER, temperature=0.0))
@@ -62,9 +62,8 @@ def prove_server(client: Client, policy: Policy, dtype: str) -> None:
 def draws_by_seed(client: Client, policy: Policy, dtype: str) -> bool:
     """Return whether tokens follow from a request's seed.
 
-    Where one seed makes one answer, another has to make another. Where it makes two, passes of other shapes may have
-    been rounded in other ways: then each token has to be the one that rhymerl's noise draws from the policy's logits,
-    but for rounding.
+    If one seed gives one answer, another seed has to give another. If it gives two, passes of other shapes may have
+    rounded differently: then each token has to be the draw of rhymerl's noise from the policy's logits, up to rounding.
     """
     first, same, other = (_sampled(client, seed) for seed in (1, 1, 2))
     return first != other if first == same else all(_follows(policy, dtype, each, seed=1) for each in (first, same))

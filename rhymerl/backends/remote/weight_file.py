@@ -1,4 +1,4 @@
-"""One file of new weights for several engines that load them from files, each from its own folder and in its own time."""
+"""One file of new weights for several engines, each of which loads it from its own folder in its own time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _NAME = "shared"  # beside the file; engines read *.safetensors
 
 
 class SharedWeightFile:
-    """The newest weights: the first of `num_engines` engines writes them, and the others link to that file. Any thread may call it.
+    """The newest weights: the first of `num_engines` engines writes them, and the others link to that file.
 
-    It is kept until all of them have had it, or there are newer weights.
+    Any thread may call it. The file is kept until all engines have had it, or there are newer weights.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -25,7 +25,7 @@ class SharedWeightFile:
         self._num_left = 0  # engines that have not had it
 
     def put(self, file: Path, version: int, write: Callable[[Path], None]) -> None:
-        """Make `file`, which the caller removes: a link to that of this version, or what `write` makes. Raises what that raises."""
+        """Make `file`: a link to that of this version, or by `write`, whose errors it raises; the caller removes it."""
         with self._lock:
             if self._link(file, version):
                 return

@@ -1,4 +1,4 @@
-"""New weights over a process group of the trainer and its engines' ranks: no disk between them, on one node or several."""
+"""New weights over a process group of the trainer and its engines' ranks, on one or several nodes, without disk."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class WeightGroup:
         self._meanwhile("/init_weights_update_group", contents, self._joining)
 
     def _join(self, content: Mapping[str, Any]) -> None:
-        """A group besides the default one, made as SGLang makes its side of it."""
+        """Make a group beside the default one, as SGLang makes its side."""
         # A connection as the engines have theirs: whoever waits at it fails as soon as the store is gone.
         address, port, size = content["master_address"], content["master_port"], content["world_size"]
         store = PrefixStore(self._name, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
@@ -115,7 +115,7 @@ class WeightGroup:
     def _meanwhile(self, path: str, contents: Sequence[Mapping[str, Any]], here: Future[None]) -> None:
         """Wait until `here` and the engines' part of it are done.
 
-        The first failure is raised, an engine's before that of `here`; then all leave the group.
+        The first failure is raised, an engine's before a failure of `here`; then all leave the group.
         """
         there = [
             _in_background(partial(engine.post, path, content, timeout_s=self.fleet.timeout_s))
@@ -140,7 +140,7 @@ class WeightGroup:
         return self._rendezvous is None
 
     def close(self) -> None:
-        """All leave the group; engines may have gone. May be called twice."""
+        """Leave the group with all engines, some of which may be gone. May be called twice."""
         if self._rendezvous is None:
             return
         self._rendezvous = None
@@ -179,7 +179,10 @@ def _in_background(action: Callable[[], Any]) -> Future[Any]:
 
 @contextmanager
 def _told_of_errors() -> Iterator[None]:
-    """A group that is made here aborts at an error of NCCL's and leaves it to its caller; others end the process. One thread at a time."""
+    """Context in which new groups abort at an NCCL error and leave it to the caller; others end the process.
+
+    One thread at a time.
+    """
     with _environment:
         before = os.environ.get(_ERRORS)
         os.environ[_ERRORS] = "2"
@@ -194,7 +197,7 @@ def _told_of_errors() -> Iterator[None]:
 def _own_address(hosts: Sequence[str]) -> str:
     """Return this machine's address as all `hosts` see it.
 
-    It is not that of its loopback where one of them is another machine.
+    It is not a loopback address if one of them is another machine.
     """
     addresses = [_seen_from(host) for host in hosts]
     return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])

@@ -54,7 +54,7 @@ def from_tensors(
 
 
 def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[str, Any]:
-    """A word for each of an engine's ranks; each is good for one use."""
+    """Return a message with a copy of the handles for each of an engine's ranks; each is good for one use."""
     return {
         "serialized_named_tensors": [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)],
         "weight_version": str(version),
@@ -114,7 +114,7 @@ def flush(fleet: Fleet) -> None:
 
 
 def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in the engine's dtype, about a quarter of a gigabyte at a time."""
+    """Yield the tensors in the engine's dtype, about a quarter of a gigabyte at a time."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:
@@ -141,10 +141,11 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def positions(model: PreTrainedModel, longest_tokens: int | None = None) -> int:
-    """Return how long an engine is told that a sequence may be: SGLang keeps some for itself, and drafts stand behind the last token.
+    """Return the longest sequence to tell an engine.
 
-    Its buffers grow with that, so it is no more than the `longest_tokens` that will come (None: the model's context).
-    Where the rotation of keys follows that number it stays as it is, and the longest sequences are an error there.
+    SGLang keeps some positions for itself, and drafts stand behind the last token. Its buffers grow with that, so it is
+    no more than the `longest_tokens` that will come (None: the model's context). Where the rotation of keys follows
+    that number it stays as it is, and the longest sequences are an error there.
     """
     config = model.config.get_text_config()
     context = int(getattr(config, "max_position_embeddings", 0) or 2**20)
@@ -155,9 +156,10 @@ def positions(model: PreTrainedModel, longest_tokens: int | None = None) -> int:
 
 
 def make_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1, in_memory: bool = True) -> Path:
-    """Make the folder for weights, for this user alone: `in_memory` where that has the room for as many copies, else in `folder`.
+    """Make a folder for weights that only this user can read.
 
-    Everybody may make folders in shared memory, so this one has a name that nobody knows before it is there.
+    With `in_memory` it is in shared memory if there is room for as many copies, else it is in `folder`. Everybody may
+    make folders in shared memory, so this one has a name that nobody knows before it is there.
     """
     needed = copies * _ROOM * sum(parameter.nbytes for parameter in model.parameters())
     if in_memory and _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def to_custom_params(request: RolloutRequest, *, feed: int, num_tokens: int = 0) -> dict[str, Any]:
-    """The request but for its tokens and sampling parameters; `feed` is what the drafter has to have read before.
+    """Return the request without tokens and sampling parameters; `feed` is the version its drafter needs.
 
     Tokens below `num_tokens` are sampled; 0: all that the model has.
     """
@@ -47,7 +47,7 @@ def to_custom_params(request: RolloutRequest, *, feed: int, num_tokens: int = 0)
 def from_custom_params(
     params: Mapping[str, Any] | None, rid: str, token_ids: Sequence[int], sampling: SamplingParams
 ) -> RolloutRequest:
-    """The request again, from what came with SGLang's own: its id and its input (the prompt and what was generated before).
+    """Return the request, rebuilt from SGLang's own: its id and its input (prompt and tokens generated before).
 
     The log-probs of earlier tokens stay in the trainer: they are NaN here. Nor does the prompt have its text and
     columns. A request that is not ours, or whose parameters are not as they should be, is known by its prompt's tokens
@@ -94,7 +94,7 @@ def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
 
 
 def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
-    """The seed of a request's noise, and how many tokens of its input are response already."""
+    """Return the seed of a request's noise, and how many tokens of its input are response already."""
     own = _own(params)
     if own is None and isinstance(params, Mapping) and params.get(KEY):
         _log.warning("rhymerl: request %s has malformed custom_params[%r] and is sampled as if it had none", rid, KEY)
@@ -114,7 +114,7 @@ def num_tokens_of(params: Mapping[str, Any] | None) -> int:
 
 
 def _own(params: Any) -> dict[str, Any] | None:
-    """Return what `to_custom_params` has written, or None for anything else: clients of a server may send what they like.
+    """Return what `to_custom_params` has written, or None: a server's clients may send anything.
 
     An exception in SGLang's scheduler would end the engine.
     """

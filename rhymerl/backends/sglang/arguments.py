@@ -72,7 +72,7 @@ def _refuse(name: str, value: Any, reasons: Mapping[str, str]) -> None:
 
 
 def engine_dtype(wanted: str | None, policy: str, *, on_cpu: bool) -> str:
-    """Return the dtype an engine computes in: `wanted`, else the policy's own on a CPU, as far as SGLang has it, and bfloat16 on a GPU."""
+    """Return an engine's dtype: `wanted`, else bfloat16 on a GPU, and on a CPU the policy's own if SGLang has it."""
     if wanted is not None:
         return wanted
     return "bfloat16" if not on_cpu else "float32" if policy == "float64" else policy

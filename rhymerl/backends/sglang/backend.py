@@ -1,4 +1,4 @@
-"""The SGLang backend: a production engine in a process of its own, or one that already runs, with our drafters inside."""
+"""The SGLang backend: a production engine in its own process, or one that runs already, with our drafters inside."""
 
 from __future__ import annotations
 
@@ -44,19 +44,23 @@ _START_S = 600.0
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SGLangBackend(ServedBackend):
-    """Answers come from an SGLang server that is started with the run and ends with it, or from those that run at `url` already.
+    """Answers come from an SGLang server that starts and ends with the run, or from servers that run at `url` already.
 
-    All requests of a pass have as many draft nodes: with `budget=goodput` a number that pays, from 0 to `nodes`, chosen
-    pass by pass; with `budget=fixed` its own. null lets `costs` choose the most (a file of `rhymerl bench costs`), for
-    one running request whose drafted tokens are accepted with probability `expected_accept_rate`; without `costs` it is
-    7. It is never above `budget.nodes`. `arguments` go to the server as they are, `environment` to its process.
-    `weights` names the way of new weights: `tensor` (the same device), `disk` (a file in `folder`, by default in shared
-    memory where there is room), `distributed` (a process group with the engine's ranks), `auto`. An engine that dies is
-    an error, unless it may be started again `restarts` times, and so is one that has been silent for
-    `silence_timeout_s` and fails a health check. `release_memory` frees its memory while training. `url` is one or
-    several, of servers or of routers, whose servers are then asked themselves, with `api_key` where they have one; each
-    is a worker, which remembers at most `history_tokens` of past answers (null: no limit). With `piece_s` answers are
-    asked for in pieces that take about so long, so that an engine which is lost costs no more.
+    All requests of a pass have equally many draft nodes. With `budget=goodput` their number is chosen pass by pass,
+    from 0 to `nodes`; with `budget=fixed` it is the budget's; it is never above `budget.nodes`. `nodes` null is chosen
+    by `costs` (a file of `rhymerl bench costs`), for one running request whose drafts are accepted with probability
+    `expected_accept_rate`; without `costs` it is 7.
+
+    `arguments` go to the server as they are, `environment` to its process. `weights` is how new weights are sent:
+    `tensor` (on the same device), `disk` (a file in `folder`, by default in shared memory if there is room),
+    `distributed` (a process group with the engine's ranks), or `auto`. An engine fails when it dies, or when it is
+    silent for `silence_timeout_s` and fails a health check; it is restarted up to `restarts` times. `release_memory`
+    frees its memory during updates. With `piece_s` answers are requested in pieces that take about so long, so that a
+    lost engine costs no more.
+
+    `url` names one or several running servers, or routers, whose servers are then used directly; `api_key` is theirs,
+    if they need one. Each server is a worker, which remembers at most `history_tokens` of past answers (null: no
+    limit).
     """
 
     copies_weights = True
@@ -123,11 +127,11 @@ class SGLangBackend(ServedBackend):
         self._longest_tokens = longest_tokens
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
-        """Raise ConfigError for a budget that the engine cannot keep to: it verifies as many nodes of every request in a pass."""
+        """Raise ConfigError for a budget that does not verify equally many nodes of all requests in a pass."""
         self._allowed_nodes(drafter, budget)
 
     def share(self, setup: Setup | None) -> None:
-        """An engine that the run starts is given what the update leaves of the GPU, unless `arguments` say mem_fraction_static."""
+        """Give a new engine what the update leaves of the GPU, unless `arguments` set mem_fraction_static."""
         self._setup = setup
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
@@ -167,7 +171,7 @@ class SGLangBackend(ServedBackend):
         budget: Budget | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """The engine computes in `dtype`, by default the policy's own, and not under `autocast`. One that was released goes on."""
+        """Start or resume the engine; it computes in `dtype`, by default the policy's, not under `autocast`."""
         if self._session is not None and self._session.serves(policy, drafter, self._longest_tokens):
             return
         self.close()
@@ -214,7 +218,7 @@ class SGLangBackend(ServedBackend):
         construct(check_for_ranks, {"arguments": self.arguments or {}}, key="backend")
 
     def num_tokens(self, drafter: Drafter, budget: Budget | None = None) -> int:
-        """Tokens of a request in a pass, at most: its last one and the draft's nodes. Raises ConfigError as `check_drafting` does."""
+        """Return the most tokens of a request in a pass, draft included. Raises ConfigError as `check_drafting`."""
         allowed = self._allowed_nodes(drafter, budget)
         if isinstance(drafter, NoDrafter):
             return 1
@@ -234,7 +238,7 @@ class SGLangBackend(ServedBackend):
 
     @property
     def session(self) -> Session:
-        """The running engine. Raises BackendError before `start` and after `close`."""
+        """Return the running engine. Raises BackendError before `start` and after `close`."""
         if self._session is None:
             raise BackendError("the SGLang backend has not been started")
         return self._session

@@ -74,7 +74,7 @@ def _address(url: str | Sequence[str] | None) -> dict[str, Any]:
 
 
 def _listens_at(host: str) -> str:
-    """All addresses of the machine, which may know itself by other names, or its loopback."""
+    """Return the address to listen at: all of the machine, which may have several names, or its loopback."""
     try:
         address = ip_address(host)
     except ValueError:  # a name

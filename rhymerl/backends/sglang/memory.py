@@ -39,11 +39,11 @@ class MemorySplit:
 
     @property
     def static_bytes(self) -> int:
-        """The engine's weights, keys and values."""
+        """Return the bytes of the engine's weights, keys and values."""
         return self.free_bytes - self.memory.parts["engine_rest"] - self.memory.beside_engine
 
     def fraction_of(self, free_bytes: int) -> float:
-        """Return the mem_fraction_static that gives an engine the same bytes where so many are free.
+        """Return the mem_fraction_static that gives an engine the same bytes when `free_bytes` are free.
 
         It is rounded down to three places, and leaves an engine some memory to work with.
         """
@@ -63,10 +63,10 @@ def is_given(arguments: Mapping[str, Any]) -> bool:
 
 
 def engine_shape(model: ModelShape, *, itemsize: int, gpus: int, rows: int, sizes: int = 1) -> EngineShape:
-    """Return the sizes of an engine that computes in `itemsize` bytes; weights, keys and values are divided among its `gpus`.
+    """Return the sizes of an engine that computes in `itemsize` bytes.
 
-    `rows` are the tokens of a pass of decoding: requests, and draft nodes for each. Passes are of so many `sizes`, by
-    the nodes of a request.
+    Weights, keys and values are divided among its `gpus`. `rows` are the tokens of a pass of decoding: requests, and
+    draft nodes for each. Passes are of so many `sizes`, by the nodes of a request.
     """
     return EngineShape(
         weights=math.ceil(model.parameters / gpus) * itemsize,
@@ -81,9 +81,10 @@ def engine_shape(model: ModelShape, *, itemsize: int, gpus: int, rows: int, size
 
 
 def split(setup: Setup, *, free_bytes: int, total_bytes: int) -> MemorySplit:
-    """Divide what is free, once the trainer holds its weights, between its update and the setup's engine, which is to be started.
+    """Divide free memory between the trainer's update and the engine that the setup is about to start.
 
-    Raises ConfigError where both do not fit, naming settings with which they would.
+    The trainer already holds its weights. Raises ConfigError where both do not fit, naming settings with which they
+    would.
     """
     memory = rank_memory(setup)
     device_bytes = free_bytes + memory.models + memory.parts["context"]  # as if these were all that is not free

@@ -1,4 +1,4 @@
-"""The numbers of nodes an engine verifies per request: the most is chosen when it starts, and the number of each pass as it comes."""
+"""Nodes an engine verifies per request: the most is chosen when it starts, the number in each pass as it comes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AllowedNodes:
 
     @property
     def exact(self) -> int | None:
-        """The only number, None where there are several."""
+        """Return the only allowed number, None if there are several."""
         return self.least if self.least == self.most else None
 
     def __contains__(self, nodes: int) -> bool:
@@ -39,7 +39,7 @@ class AllowedNodes:
 
 
 def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None) -> AllowedNodes:
-    """The numbers of nodes, of a pass that has the most, that `budget` and the setting `backend.nodes` allow.
+    """Return the numbers of nodes that `budget` and the setting `backend.nodes` allow the largest pass.
 
     Raises ConfigError for a budget that is not kept by one number of nodes for all requests of a pass, and for settings
     that contradict each other. Without a drafter both are of no account, as with any backend.
@@ -74,7 +74,7 @@ def uniform(budget: Budget, most: int) -> Budget:
 
 
 def widths_to(most: int) -> tuple[int, ...]:
-    """Return the numbers of nodes that a pass may have: few, since an engine keeps CUDA graphs for each; `most` is the last."""
+    """Return the few numbers of nodes a pass may have, up to `most`: an engine keeps CUDA graphs for each."""
     return (*(width for width in _WIDTHS if width < most), most)
 
 
@@ -86,10 +86,11 @@ def num_sizes(n: int, budget: Budget | None) -> int:
 
 
 def best_n(cost: PassCost, rows: int, accept_rate: float, *, largest: int = LARGEST) -> int:
-    """The n up to `largest` that makes the most tokens a second of a pass over `rows` requests, each with n tokens in it; 1 = no drafts.
+    """Return the n up to `largest` that makes the most tokens per second in passes over `rows` requests.
 
-    A chain of n - 1 drafted tokens, each of which is accepted with probability `accept_rate` where the one before it
-    was, emits 1 + a + ... + a^(n - 1) tokens. (HistoSpec accepts 0.65 to 0.79 of its tokens, arXiv 2508.18588.)
+    Each request has n tokens in a pass; n = 1 means no drafts. A chain of n - 1 drafted tokens, each of which is
+    accepted with probability `accept_rate` where the one before it was, emits 1 + a + ... + a^(n - 1) tokens.
+    (HistoSpec accepts 0.65 to 0.79 of its tokens, arXiv 2508.18588.)
     """
     n = np.arange(1, largest + 1)
     emitted = np.cumsum(accept_rate ** (n - 1.0))

@@ -87,7 +87,10 @@ class OwnEngine:
         )
 
     def _static_memory(self) -> dict[str, Any]:
-        """Return the argument that leaves the update its memory. A successor gets the bytes of the first one, though moments may have come."""
+        """Return the argument that leaves the update its memory.
+
+        A successor gets the bytes of the first engine, though optimizer moments may exist by then.
+        """
         settings = self.settings
         if self.policy.device.type != "cuda" or settings.setup is None or memory.is_given(settings.arguments):
             return {}
@@ -108,7 +111,7 @@ class OwnEngine:
             self.server.check()
 
     def renew(self, error: BackendError) -> None:
-        """Start another in the place of one that is dead or, as `error` tells, hangs. Raises that where it may not be, or is neither."""
+        """Replace an engine that is dead or, by `error`, hangs. Raises `error` if it is neither or may not restart."""
         if not self.server.dies_within(_DYING_S):
             if not isinstance(error, NoAnswerError):
                 raise error

@@ -1,4 +1,4 @@
-"""The drafter of a server that runs already: the plugin's route there takes what it is told, and says what it has counted."""
+"""The drafter of a server that runs already: the plugin's route takes messages and reports the drafter's counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rhymerl.history.packing import pack_delta
 
 
 class FeedSender:
-    """Sends the history; `version` is that of its latest message there. It grows by more than one where somebody else sends some, too."""
+    """Sends the history; `version` is the latest message's there, and skips some if others send messages too."""
 
     def __init__(self, engine: Client, *, timeout_s: float) -> None:
         self.engine = engine
@@ -67,7 +67,7 @@ class ServedDrafter:
 
     @classmethod
     def at(cls, engine: Client, *, timeout_s: float) -> ServedDrafter | None:
-        """Return that of a server, None where it has no route of ours. Raises BackendError as `Client.get` does."""
+        """Return the drafter of a server, None without our route. Raises BackendError as `Client.get` does."""
         if not _is_ours(engine.get_if_known(ROUTE, timeout_s=timeout_s)):
             return None
         counters = ServedCounters(engine, timeout_s=timeout_s)

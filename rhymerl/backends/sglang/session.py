@@ -71,7 +71,7 @@ class Session:
             raise
 
     def _found(self, addresses: Sequence[Client]) -> int:
-        """Find the engine there; return how many tokens a request and pass it has. Raises ConfigError where there are several."""
+        """Find the engine; return how many tokens a request and pass it has. Raises ConfigError for several."""
         self.fleet = Fleet.at(addresses, timeout_s=self.settings.silence_timeout_s)
         engine, *others = self.fleet.engines
         if others:
@@ -119,7 +119,7 @@ class Session:
         )
 
     def _nodes_a_pass(self) -> float:
-        """Return how many draft nodes a request has in a pass; as if it were the most in all passes where the engine has not told."""
+        """Return the draft nodes per request and pass; the most of any pass if the engine has not reported."""
         counted = self._remote_drafter.counters.nodes_a_pass if self._remote_drafter is not None else None
         return self._tokens_a_pass - 1 if counted is None else counted
 
@@ -131,7 +131,7 @@ class Session:
     def _recover(
         self, error: BackendError, *, version: int | None = None, without: Sequence[InFlightRequest] = ()
     ) -> None:
-        """A new engine with the policy's weights as `version`, by default the old one's, in the place of one that is dead or hangs.
+        """Replace an engine that is dead or hangs, with the policy's weights as `version`, by default the old one's.
 
         What was in flight is sent again from where it was last sent, but for the requests `without`; what had come back
         before is completed. The policy has not changed since the old one's version. Raises its death, or `error`, where
@@ -156,18 +156,18 @@ class Session:
         self._heard_s = time.monotonic()
 
     def serves(self, policy: Policy, drafter: Drafter, longest_tokens: int | None) -> bool:
-        """Return whether it was started for these, and for sequences as long."""
+        """Return whether the engine was started for these parts and for such long sequences."""
         most = self.settings.longest_tokens
         fits = most is None or (longest_tokens is not None and longest_tokens <= most)
         return policy is self.policy and drafter is self.drafter and fits
 
     def expect_new_weights(self) -> None:
-        """Whatever version comes next is loaded, also one that the engine had before. Nothing is left in flight."""
+        """Load any next version, even one that the engine had before. Nothing is left in flight."""
         self.withdraw(None)
         self._delivery.version = NO_WEIGHTS
 
     def close(self) -> None:
-        """End the engine, whatever it is doing, and remove its files. One that was there before is only left."""
+        """End the engine, whatever it is doing, and remove its files; only leave an engine that ran before."""
         if self._own is None:
             with suppress(BackendError):
                 self._give_up([*self._in_flight.requests.values()], _PARTING_S)
@@ -186,18 +186,18 @@ class Session:
 
     @property
     def memory(self) -> str | None:
-        """How the engine and the update share the GPU, in one line; None where nothing was divided."""
+        """Return how the engine and the update share the GPU, in one line; None if they do not."""
         return str(self._own.split) if self._own is not None and self._own.split is not None else None
 
     @property
     def version(self) -> int:
-        """The version of the weights in the engines."""
+        """Return the version of the engines' weights."""
         return self._delivery.version
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Let them go. Raises ConfigError, sending none, when one could never be answered: it might end the engine."""
+        """Send requests. Raises ConfigError, sending none, if one could never be answered: it might end the engine."""
         if self.version == NO_WEIGHTS or self._delivery.is_asleep:
             raise BackendError("the SGLang engine has no weights yet: sync_weights comes before submit")
         vocabulary = num_embeddings(self.policy.model)
@@ -257,16 +257,16 @@ class Session:
         return NoAnswerError(f"backend.silence_timeout_s={self.settings.silence_timeout_s:g}: {what}{why}")
 
     def progress(self) -> Mapping[str, int]:
-        """Tokens that each request in flight was sent with, and those of its pieces."""
+        """Return each request's tokens in flight: those it was sent with, and those of its pieces."""
         sent = {each.request.id: len(each.request.output or ()) for each in self._in_flight.requests.values()}
         return {**sent, **{each.request.id: len(each.output) for each in self.outputs()}}
 
     def outputs(self) -> list[Completion]:
-        """Return what there is of the requests in flight, as far as pieces of their answers are there."""
+        """Return the tokens so far of requests in flight that have pieces of an answer."""
         return self._in_flight.outputs()
 
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
-        """Take them back. One that ends meanwhile, or has ended and was not collected, comes back as it ended."""
+        """Withdraw requests. Requests that have ended and were not collected come back as they ended."""
         wanted = None if ids is None else set(ids)
         back = [completion for _, completion in self._taken_back(wanted)]
         back += [each for each in self._completed if wanted is None or each.request.id in wanted]
@@ -310,7 +310,7 @@ class Session:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def sync_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Requests in flight are taken back, and sent on with their tokens when the weights are there."""
+        """Withdraw requests in flight, load the weights, and send the requests on with their tokens."""
         if version == self.version and not self._delivery.is_asleep:
             return
         withdrawn = self._taken_back(None)
@@ -349,11 +349,11 @@ class Session:
 
     @property
     def _remote_drafter(self) -> OwnEngine | ServedDrafter | None:
-        """The feed and the counters of the drafter; None without drafts, and at a server without our route."""
+        """Return the drafter's feed and counters; None without drafts, and for a server without our route."""
         return (self._own or self._served) if self._tokens_a_pass > 1 else None
 
     def follow(self, history: HistoryStore) -> None:
-        """Tell the drafter, by the requests that come next."""
+        """Send the history to the drafter, with the next requests."""
         self._history = history
         if (drafter := self._remote_drafter) is None:
             return
@@ -364,14 +364,14 @@ class Session:
         self._followed = delta.version
 
     def _is_told(self, drafter: OwnEngine | ServedDrafter, part: HistoryDelta) -> bool:
-        """Return False where the server turns out to have been started anew, or told something by another trainer."""
+        """Return False if the server was restarted, or got messages from another trainer."""
         expected = drafter.feed.version + 1
         drafter.feed.write(FeedMessage(delta=part))
         self._in_flight.feed = drafter.feed.version
         return part.is_snapshot or drafter.feed.version == expected
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """Tell the drafter of our own engine, if it wants to know."""
+        """Send a step's samples to the drafter of our own engine, if it takes them."""
         if self._own is not None and self.settings.n > 1 and listens(self.drafter, "learn"):
             self._own.feed.write(FeedMessage(samples=samples))
             self._in_flight.feed = self._own.feed.version

@@ -99,7 +99,7 @@ def message_of(text: str, number: int, calls: CallFormat | None) -> Message:
 
 
 def appended(before: Sequence[Message], now: Sequence[Message]) -> list[Message]:
-    """Return what a program has appended behind the policy's turn. Raises ValueError where it has done something else."""
+    """Return what a program has appended after the policy's turn. Raises ValueError if it did anything else."""
     kept, turn, new = now[: len(before)], now[len(before) : len(before) + 1], now[len(before) + 1 :]
     if [plain(each) for each in kept] != [plain(each) for each in before] or [each["role"] for each in turn] != [
         "assistant"

@@ -108,7 +108,7 @@ class _ServerSession(Environment):
 
 @dataclass(kw_only=True, eq=False)
 class OpenEnvTask(Task):
-    """The beginnings of an OpenEnv server's episodes: the prompt is what a `reset` with a seed observes, behind `instructions`.
+    """The starts of an OpenEnv server's episodes: `instructions`, then what a `reset` with a seed observes.
 
     `observation` is the field that is shown, as of `OpenEnv`. With `chat` it is a message of the user, and the
     instructions one of the system. Validation has other seeds than training.

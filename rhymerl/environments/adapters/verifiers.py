@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`: its harness asks a model, and each of its questions is a turn of the policy."""
+"""Environments of the package `verifiers`: its harness asks a model, and each of its calls is a turn of the policy."""
 
 from __future__ import annotations
 

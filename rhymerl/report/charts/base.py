@@ -16,7 +16,7 @@ _WINDOW = 5  # steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Values by x. `marks` are large dots; a `band` is between `low` and `y`; `area` and `bars` stand on those of the series before."""
+    """Values by x: `marks` are large dots; a `band` goes from `low` to `y`; `area` and `bars` are stacked."""
 
     name: str
     x: Sequence[float]
@@ -55,7 +55,7 @@ def run_colour(index: int) -> str:
 
 
 def thinned(curve: Curve) -> Curve:
-    """Return at most some thousand points of a curve: every so many, the last one too."""
+    """Return at most some thousand points of a curve, evenly spaced, with the last one."""
     stride = -(-len(curve.steps) // _MOST_POINTS)
     first = (len(curve.steps) - 1) % stride if curve.steps else 0
     return Curve(steps=curve.steps[first::stride], values=curve.values[first::stride])

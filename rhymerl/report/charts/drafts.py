@@ -1,4 +1,4 @@
-"""Charts of drafts: what they brought, how far they were right, and where the tokens came from."""
+"""Charts of drafts: speed-up, acceptance, and sources of tokens."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def history_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _where_history_was_right(run: Run) -> Run:
-    """Return the run with the age of those steps alone in which a token from the history was accepted: the others log 0."""
+    """Return the run with ages only for steps that accepted a token from the history: other steps log 0."""
     age, share = run.curves.get(_AGE), run.curves.get("spec/accepted_history_frac")
     if age is None or share is None:
         return run

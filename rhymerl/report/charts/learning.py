@@ -52,7 +52,7 @@ def _reward(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _paired(runs: Sequence[Run]) -> list[Chart]:
-    """A chart for each run that can be compared with the first one answer by answer."""
+    """Yield a chart for each run that can be compared with the first one answer by answer."""
     charts = []
     for run in runs[1:]:
         found = paired_difference(runs[0], run)

@@ -17,7 +17,7 @@ EXITS = {"exit": sys.exit, "quit": sys.exit}  # builtins of the `site` module, w
 
 
 def start(job: dict[str, Any], *, null_fd: int, filtered: bool) -> tuple[int, int]:
-    """Returns descriptors: one to read its replies from, one to write requests to. It is gone once the latter is closed."""
+    """Return descriptors for its replies and for requests; the process ends once the latter is closed."""
     requests_fd, requests = os.pipe()
     replies, replies_fd = os.pipe()
 
@@ -36,7 +36,7 @@ def start(job: dict[str, Any], *, null_fd: int, filtered: bool) -> tuple[int, in
 
 
 def _offer_functions(code: str) -> None:
-    """Run the code when asked to, and let what it defines be called. Object 0 is a function: names to what they stand for."""
+    """Run the code on request, and let its functions be called; object 0 maps names to values."""
     names: dict[str, Any] = {"__name__": "answer", **EXITS}
 
     def load(wanted: list[str]) -> dict[str, Any]:

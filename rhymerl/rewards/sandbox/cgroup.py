@@ -9,7 +9,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def num_refused() -> int:
-    """Return how many processes and threads the kernel has refused so far, to this group and to those above it, for want of numbers.
+    """Return how many processes and threads the kernel has refused this group and its ancestors for lack of pids.
 
     The result is 0 where the group has no limit or cannot be seen, as in some containers.
     """

@@ -22,7 +22,7 @@ class NoProcessError(Exception):
 
 
 def fork(work: Callable[[], None]) -> int:
-    """A child that does `work` and ends, with 1 if that raises; returns its process id. Raises NoProcessError."""
+    """Fork a child that does `work` and ends, with 1 if that raises. Returns its pid; raises NoProcessError."""
     try:
         child = os.fork()
     except OSError as error:

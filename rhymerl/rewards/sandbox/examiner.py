@@ -1,4 +1,4 @@
-"""The process that has the tests. It believes nothing that the answer's process says of itself, only values that are right."""
+"""The process that has the tests; of the answer's process it trusts no claim, only values that are right."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _asked_for(offered: Any, wanted: set[str]) -> dict[str, Any]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """All global names that it reads or writes."""
+    """Return all global names that the code reads or writes."""
     inner = [constant for constant in code.co_consts if isinstance(constant, type(code))]
     return {*code.co_names}.union(*map(_names, inner))
 

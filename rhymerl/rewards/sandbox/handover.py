@@ -1,4 +1,4 @@
-"""The objects that tests may hand to an answer, and how. An answer that can call any object of theirs can make it say what it likes."""
+"""Objects that tests may hand to an answer: one that can call any of theirs can make it say anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UnfitError(TypeError):
 
 
 def name_of(target: Any) -> list[str] | None:
-    """Return the module and qualified name of what an answer can import for itself: it then has its own `eval`, not that of the tests."""
+    """Return module and name of an object that answers import for themselves, so `eval` is theirs, not the tests'."""
     if not issubclass(type(target), _IMPORTED):
         return None
     bound_to = getattr(target, "__self__", None)
@@ -37,7 +37,7 @@ def by_name(module: str, qualname: str) -> Any:
 
 
 def check(target: Any) -> None:
-    """Raises UnfitError for what can be called, and is neither a function of the tests nor a method of a plain container."""
+    """Raise UnfitError for a callable, except functions of the tests and methods of plain containers."""
     function = target.__func__ if type(target) is MethodType else target
     is_function = type(function) is FunctionType and function.__code__.co_filename == TESTS_FILE
     is_method = type(target) is BuiltinMethodType and type(target.__self__) in _CONTAINERS

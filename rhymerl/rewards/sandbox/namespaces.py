@@ -1,4 +1,4 @@
-"""A machine of its own: no network, no other processes, and of the files only Python's libraries, which cannot be written."""
+"""A machine of its own: no network, no other processes, and only Python's library files, read-only."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 def enter(folders: Sequence[str], *, spare: users.User | None) -> None:
     """Move this process into new namespaces in which only `folders` and the libraries can be read.
 
-    The PID namespace is that of the children to come. `spare` is a user whom they can become, if this process may map
-    one. Raises OSError.
+    Future children are in the new PID namespace. `spare` is a user that they can become, if this process may map one.
+    Raises OSError.
     """
     _unshare(spare)
     call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)

@@ -30,7 +30,7 @@ class UnavailableError(SandboxError):
 
 
 class WarmProcess:
-    """Has imported `modules`, from `folders` beside Python's own. It ends with whoever opened it. Threads may share it."""
+    """Has imported `modules`, from `folders` and Python's; ends with its opener. Threads may share it."""
 
     def __init__(self, *, folders: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
         self._words = [json.dumps(list(folders)), json.dumps(list(modules))]

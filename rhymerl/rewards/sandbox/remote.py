@@ -1,7 +1,7 @@
 """Objects of another process: called through a pipe, given and giving plain values.
 
-What is plain crosses as a copy, so whoever receives it compares with Python's own operators. Any other object stays
-where it is, and a `Remote` stands for it.
+Plain values cross as copies, so the receiver compares with Python's own operators. Any other object stays where it is,
+and a `Remote` stands for it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Caught:
 class Peer:
     """One end of a pair of pipes. `operations` are those that the other end may ask for on objects of this one.
 
-    An end that waits for a result serves the other's calls meanwhile, so that functions can be passed as arguments. An
-    end that does not allow everything believes nothing: it hands over only those of its objects that `handover` lets
-    it, and `unfit` is the first that was not. It takes no names from the other end.
+    An end that waits for a result serves the other end's calls meanwhile, so that functions can be passed as arguments.
+    An end that does not allow everything trusts nothing: it hands over only objects that `handover` allows, and `unfit`
+    is the first object that was not allowed. It takes no names from the other end.
     """
 
     def __init__(self, read_fd: int, write_fd: int, *, operations: frozenset[str]) -> None:
@@ -184,7 +184,7 @@ class Remote:
         return hash((Remote, _handle_of(self)))
 
     def __getattr__(self, name: str) -> Any:
-        """Libraries believe an object's `__array_interface__` and its like, addresses in this process's memory included."""
+        """Refuse `__array_interface__` and its like: libraries believe them, even addresses in our own memory."""
         if name.startswith("__") and name.endswith("__") and name not in _OF_PYTHON:
             raise AttributeError(f"{name} of another process's object is not to be had")
         return _forward("__getattr__")(self, name)
@@ -208,7 +208,7 @@ for _name in EVERYTHING - {*vars(Remote)}:
 
 
 def _error(message: dict[str, Any], operation: str) -> Exception:
-    """Return the nearest of Python's own exceptions; those that end loops only where they belong, lest they end one of the tests'."""
+    """Return the nearest builtin exception; those that end loops only for iteration, lest they end a test's loop."""
     kinds, args = message["error"], message.get("args")
     texts = [str(arg) for arg in args] if isinstance(args, list) else []
     for name in kinds if isinstance(kinds, list) else ():

@@ -25,7 +25,7 @@ _CHUNK_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """An answer's code and what it is tried with; see `rhymerl.rewards.code` for the forms of tests.
+    """An answer's code and its tests; see `rhymerl.rewards.code` for the forms of tests.
 
     A test with an input and no output passes if its call returns a plain value, which the report then has.
     """
@@ -65,7 +65,7 @@ class JobResult:
 
 
 class Sandbox(WarmProcess):
-    """A place where answers are tried, each in a sandbox of its own, which finds `modules` imported. It is a context manager.
+    """A place that tries each answer in its own sandbox, with `modules` imported. It is a context manager.
 
     Entering starts the warm process if it can be had, and `run` does where there is none.
     """

@@ -136,7 +136,7 @@ def install(*, memory_mb: int) -> None:
 
 
 def compiled(*, memory_mb: int) -> bytes:
-    """The filter of this process and its children, which map memory around the same address."""
+    """Return the filter of this process and its children, which map memory around the same address."""
     return _compiled(memory_mb // 2**12)
 
 
@@ -186,7 +186,7 @@ def _program(architecture: int, column: int, *, mapped: Sequence[int]) -> bytes:
 
 
 def _case(number: int | None, body: list[bytes]) -> list[bytes]:
-    """`body`, which returns, for one system call; goes on behind it for all others."""
+    """Return `body` for one system call, which it answers; other calls go on behind it."""
     return [] if number is None else [_jump(_EQUAL, number, 0, len(body)), *body]
 
 
@@ -207,7 +207,7 @@ def _one_of(argument: int, values: Sequence[int], error: int = errno.EPERM) -> l
 
 
 def _anywhere_or_within(argument: int, high_halves: Sequence[int]) -> list[bytes]:
-    """An address: 0, which leaves the choice to the kernel, or in one of these parts of 4 GB. There is no memory elsewhere."""
+    """Allow an address that is 0, for the kernel to choose, or in one of these 4 GB parts: all memory is there."""
     is_zero = [_jump(_EQUAL, 0, 0, 2), _load(argument), _jump(_EQUAL, 0, 1, 0)]
     return [
         _load(argument, high=True),

@@ -1,4 +1,4 @@
-"""A user whose processes the kernel counts: it counts those of a user in a user namespace apart, and root's own never."""
+"""A user whose processes the kernel counts: it counts them per user namespace, and never root's."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def spare() -> User | None:
 
 
 def check(user: User, *, folders: Sequence[str], apart: bool) -> None:
-    """Raises OSError where this process cannot be `user`, the user cannot read `folders`, or others count as its processes.
+    """Raise OSError if this process cannot be `user`.
 
-    `apart` says whether there is a user namespace around it.
+    Also if the user cannot read `folders`, or other processes count as the user's. `apart` says whether there is a user
+    namespace around it.
     """
     if user == own():
         if not apart:

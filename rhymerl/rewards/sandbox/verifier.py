@@ -1,4 +1,4 @@
-"""The verifiers of reasoning-gym. Some evaluate answers as Python, so this is for a process that such an answer may have."""
+"""reasoning-gym's verifiers; some evaluate answers as Python, so they run in a process that answers may take over."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def _refuse(kind: str, content: Any) -> Any:
 
 @contextmanager
 def _expressions_only() -> Iterator[None]:
-    """Context in which the packages' own calls of `eval` evaluate values and formulas, and raise ValueError for everything else.
+    """Context in which the packages' own `eval` takes values and formulas only, and raises ValueError otherwise.
 
-    Other packages' calls are as ever: the standard library makes classes so.
+    Calls of other packages are not changed: the standard library makes classes that way.
     """
     evaluate_anything = eval
 

@@ -14,7 +14,7 @@ _CHUNK_BYTES = 2**16
 
 
 class BrokenMessageError(Exception):
-    """The received bytes are no message of ours; whoever sent them is not to be believed."""
+    """The received bytes are no message of ours; their sender is not trusted."""
 
 
 def write_message(fd: int, message: Any) -> None:
@@ -26,7 +26,7 @@ def write_message(fd: int, message: Any) -> None:
 
 
 def read_message(fd: int, *, max_bytes: int) -> Any:
-    """Return the next message, waiting for it. Raises EOFError at the end and BrokenMessageError for anything else than a message."""
+    """Wait for a message and return it. Raises EOFError at the end, BrokenMessageError for anything else."""
     length = int.from_bytes(_read(fd, _LENGTH_BYTES), "little")
     if length > max_bytes:
         raise BrokenMessageError(f"a message of {length} bytes; expected at most {max_bytes}")
@@ -60,7 +60,7 @@ def _read(fd: int, length: int) -> bytes:
 
 
 def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
-    """Return a plain value, containers included, as JSON; a subclass counts as its base. `refer` stands in for any other object."""
+    """Return a plain value or container as JSON; a subclass counts as its base, `refer` replaces other objects."""
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, int):

@@ -39,7 +39,7 @@ class HostRecipe:
 
     @property
     def device(self) -> str:
-        """The actor's own."""
+        """Return the actor's own device."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def host(self) -> WorkerHost:

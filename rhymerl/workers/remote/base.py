@@ -58,11 +58,11 @@ class HostedBackend(Backend):
         return num_ranks
 
     def ticks_of_update(self, num_exchanges: int) -> int:
-        """Return for how many ticks workers in lockstep go on while the policy is trained, after a step of so many exchanges."""
+        """Return the ticks of workers in lockstep during the update, after a step of `num_exchanges` exchanges."""
         return max(num_exchanges // 2, 1) * self.ticks_per_exchange
 
     def reserve(self, num_workers: int) -> None:
-        """Raise ConfigError where there can never be so many workers; called once before the first `connect`."""
+        """Raise ConfigError if there can never be so many workers; called once before the first `connect`."""
 
     def why_absent(self) -> str:
         """Return what may keep a worker from coming up, in some words; empty where that is not known."""

@@ -1,4 +1,4 @@
-"""A Ray cluster seen from outside: whether one answers, and how many workers it has room for. Nothing here imports Ray."""
+"""A Ray cluster seen from outside: whether it answers, and how many workers fit. Nothing here imports Ray."""
 
 from __future__ import annotations
 

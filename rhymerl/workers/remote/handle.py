@@ -20,7 +20,7 @@ _LOCATION = tuple[int, int, int]  # of an answer: epoch, sample, policy version
 
 @dataclass(slots=True, kw_only=True)
 class WorkerHandle:
-    """A worker by number. One that has been lost is another one behind the same number."""
+    """A worker by number. The successor of a lost worker has the same number."""
 
     number: int
     connection: Connection
@@ -45,17 +45,17 @@ class WorkerHandle:
 
     @property
     def is_missing(self) -> bool:
-        """Return whether its place is empty: one that was lost, whose successor may come late or never."""
+        """Return whether the worker was lost and has no successor yet, which may come late or never."""
         return self.is_late and not self.is_up
 
     def ask(self, wait_s: float) -> Future[Events]:
-        """Return what it will tell."""
+        """Return a future of the worker's next events."""
         if self.asked is None:
             self.asked, self.asked_at = self.connection.poll(wait_s), time.monotonic()
         return self.asked
 
     def note(self, events: Events) -> None:
-        """Note what is about the worker alone."""
+        """Note the events that are about this worker alone."""
         self.is_here = True
         self.version = events.version
         self.busy_s += sum(span.seconds for span in events.spans if span.activity == "decode")
@@ -69,7 +69,7 @@ class WorkerHandle:
     def update_for(
         self, history: HistoryStore, requests: Iterable[RolloutRequest], *, newest: Iterable[PackedPrompt] = ()
     ) -> HistoryUpdate | None:
-        """Return the `newest` answers, and all to the prompts of these requests, that the worker does not have yet; None: it has all."""
+        """Return the history that the worker lacks: `newest` answers and all of these requests' prompts; else None."""
         prompts = {(request.split, request.prompt.key): request.prompt for request in requests}
         own = (
             PackedPrompt(split=split, key=key, token_ids=prompt.token_ids, answers=history.answers(prompt, split))
@@ -79,7 +79,7 @@ class WorkerHandle:
         return HistoryUpdate(prompts=unknown) if unknown else None
 
     def _unknown(self, prompt: PackedPrompt) -> PackedPrompt:
-        """Return it with those answers that the worker lacks; it has them from now on."""
+        """Return the prompt with the answers that the worker lacks, which count as known from now on."""
         known = self.remembered.setdefault((prompt.split, prompt.key), set())
         fresh = [each for each in prompt.answers if (each.epoch, each.sample, each.policy_version) not in known]
         known |= {(each.epoch, each.sample, each.policy_version) for each in fresh}

@@ -1,4 +1,4 @@
-"""A host apart from the trainer: it does what messages ask for, on its own, and reports what is new to whoever polls."""
+"""A host apart from the trainer: it acts on messages, on its own, and reports what is new to whoever polls."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class WorkerHost(Host):
             self._backend.close()
 
     def step(self, max_passes: int, *, only_evaluates: bool = False) -> Events:
-        """Take all messages, do at most so many passes, and return what is new; perhaps without requests of training steps."""
+        """Take messages, do at most `max_passes` passes, return what is new; `only_evaluates` lets training wait."""
         try:
             self._rest(only_evaluates)
             self._take_messages()

@@ -32,10 +32,11 @@ _MEASURE_S = 10.0  # a worker may take as long to tell of its engine
 
 
 class HostedWorkers(Workers):
-    """`num_workers` workers of a backend that has been started. Rank 0 alone speaks with them; the other ranks get no answers to score.
+    """`num_workers` workers of a started backend.
 
-    A worker that is lost costs the tokens that it had not told of: its requests go on elsewhere, and another one takes
-    its place. Tokens follow from the noise of a request and from the weights, so they are the same wherever it goes on.
+    Rank 0 alone speaks with them; the other ranks get no answers to score. A worker that is lost costs the tokens that
+    it had not told of: its requests go on elsewhere, and another one takes its place. Tokens follow from the noise of a
+    request and from the weights, so they are the same wherever it goes on.
 
     With `lockstep` workers do so many passes between two exchanges, and half as many as a step took while the policy is
     trained, so that a run repeats bit for bit; a worker that is lost then ends it. Raises ValueError for a backend that
@@ -109,7 +110,7 @@ class HostedWorkers(Workers):
         self._account(started)
 
     def _begin(self, work: StepRequests) -> InFlight:
-        """Return the step, which may have begun already: while the one before was trained, or before the run was resumed."""
+        """Return the step, which may have begun during the update before, or before the run was resumed."""
         ahead = self._ahead
         # Further rounds of a step go before the one to come.
         if work.number is None or ahead is None or ahead.work.priority > work.number:
@@ -147,7 +148,7 @@ class HostedWorkers(Workers):
             return [span for handle in self._pool.handles for span in handle.spans.take()]
 
     def _account(self, started: float) -> None:
-        """Note how busy workers were since the step before had its answers."""
+        """Note how busy workers were since the end of the step before."""
         now = time.monotonic()
         with self._pool.changed:
             busy_s = sum(handle.busy_s for handle in self._pool.handles)
@@ -168,7 +169,7 @@ class HostedWorkers(Workers):
             self._pool.wait(_SLICE_S, lambda: pending.finished or pending.moved)
 
     def _go_on_ahead(self) -> None:
-        """Let workers in lockstep go on with the next step, while nobody listens."""
+        """Let workers in lockstep go on with the next step during the update."""
         if self._lockstep and self._ahead is not None:
             self._pool.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
 
@@ -192,9 +193,10 @@ class HostedWorkers(Workers):
         return self._pool.weights.version if self._pool.weights is not None else 0
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Publish them; each worker loads them when it comes to it, and nobody waits, but perhaps for the first. A version that is out already stays.
+        """Publish the weights; each worker loads them in its own time.
 
-        Called on all ranks, each of which has a part of sharded ones.
+        Nobody waits, except perhaps for the first worker. A published version stays. Called on all ranks, each of which
+        has a part of sharded ones.
         """
         if policy_version == self._published:
             return
@@ -218,7 +220,7 @@ class HostedWorkers(Workers):
                 self._pool.post(Learn(samples=samples))
 
     def follow(self, history: HistoryStore) -> None:
-        """Workers get a prompt's past answers with the prompt."""
+        """Do nothing: workers get a prompt's past answers with the prompt."""
         self._pool.history = history if self._backend.remembers else None
 
     def metrics(self) -> Mapping[str, float]:

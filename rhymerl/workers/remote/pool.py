@@ -1,4 +1,4 @@
-"""The workers apart from the trainer: what they are sent, what they report, and who goes on for one that is lost."""
+"""The pool of workers apart from the trainer: messages to them, their events, and replacements of lost ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LOSSES = 5  # of one worker in a row that had requests and told of no token
 class WorkerPool:
     """`num_workers` workers of a backend that has been started, and the steps that they have requests of.
 
-    Without `lockstep` a thread listens to them, whatever the trainer does; methods are called while `changed`, its
-    lock, is held. In lockstep nothing is told but for `step`.
+    Without `lockstep` a thread listens to the workers, whatever the trainer does; methods are called while `changed`,
+    its lock, is held. In lockstep workers report only in `step`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class WorkerPool:
         self.post(weights)
 
     def launch(self, pending: InFlight) -> None:
-        """Give each worker its queue of a step, without answers that are there already; others take that of one which is not back yet."""
+        """Give each worker its queue of a step, without answered requests; others take a missing worker's queue."""
         self.pending.append(pending)
         requests = pending.work.requests
         for handle, queue in zip(self.handles, pending.plan.queues, strict=True):
@@ -98,7 +98,7 @@ class WorkerPool:
             self._hand(handle, pending, left)
 
     def move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
-        """Take requests back from their workers; `_take_released` gives them to the others. Those that are to go to a missing one stay."""
+        """Take requests back for `_take_released` to give to other workers; those for a missing worker stay."""
         by_worker: dict[int, list[str]] = {}
         for index, goal in moves.items():
             name = pending.work.requests[index].id
@@ -169,7 +169,7 @@ class WorkerPool:
             raise self._error
 
     def wait(self, timeout_s: float | None, for_what: Callable[[], object]) -> None:
-        """Let go of the lock until that holds, or for so long. Raises what `check` raises."""
+        """Release the lock until the condition holds, or for so long. Raises what `check` raises."""
         self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
         self.check()
 
@@ -181,7 +181,7 @@ class WorkerPool:
             self.settle()
 
     def settle(self) -> None:
-        """Take what workers in lockstep have to tell, in the order of their numbers.
+        """Take the events of workers in lockstep, in the order of their numbers.
 
         First all of them have stopped: what one tells may move requests of another, which is not to hear of it before
         its next exchange.
@@ -193,7 +193,7 @@ class WorkerPool:
             self._take(handle)
 
     def _wait_for(self, handle: WorkerHandle, asked: Future[Events]) -> None:
-        """Wait for a worker in lockstep, however long its passes take. Raises BackendError where it does not answer at all."""
+        """Wait for a worker in lockstep, however long its passes take. Raises BackendError if it never answers."""
         limit_s = self._backend.hang_timeout_s if handle.is_here else self._backend.start_timeout_s
         while not wait([asked], limit_s).done:
             if handle.connection.is_alive(self._backend.hang_timeout_s):
@@ -203,7 +203,7 @@ class WorkerPool:
             self._replace(handle, f"no answer for {limit_s:.0f} s")  # raises, as for all that are lost in lockstep
 
     def _take(self, handle: WorkerHandle) -> None:
-        """Take what a worker has told; one that is gone is replaced."""
+        """Take a worker's events; replace a worker that is gone."""
         assert handle.asked is not None
         future, handle.asked = handle.asked, None
         try:
@@ -234,7 +234,7 @@ class WorkerPool:
         return next((each for each in self.pending if each.worker.get(name) == handle.number), None)
 
     def _take_released(self, events: Events, handle: WorkerHandle) -> None:
-        """Requests that were withdrawn go on with the workers that they were moved to."""
+        """Give withdrawn requests to the workers that they were moved to."""
         by_goal: dict[tuple[int, int], list[str]] = {}
         for name, output in events.released:
             if (pending := self._owned(name, handle)) is None:
@@ -274,7 +274,7 @@ class WorkerPool:
         return BackendError(f"worker {handle.number} {self._too_late}" + (f": {why}" if why else ""))
 
     def _replace(self, handle: WorkerHandle, reason: str) -> None:
-        """Let others go on with what a worker had, and start another in its place."""
+        """Give a lost worker's requests to others, and start another worker in its place."""
         if self._lockstep:
             raise BackendError(f"worker {handle.number} is lost ({reason}), and others cannot go on for it in lockstep")
         self.num_lost += 1
@@ -291,7 +291,7 @@ class WorkerPool:
             self._deal(pending, names)
 
     def _deal(self, pending: InFlight, names: Sequence[str]) -> None:
-        """Give requests to workers that are up, the least busy ones first; to those that were there from the start where none is."""
+        """Give requests to the least busy workers that are up; if none is, to those that were there from the start."""
         goals = [handle for handle in self.handles if handle.is_up]
         goals = goals or [handle for handle in self.handles if not handle.is_late] or self.handles
         load = {handle.number: 0 for handle in goals}
@@ -311,7 +311,7 @@ class WorkerPool:
             self._submit(self.handles[worker], pending, share)
 
     def _even_out(self, handle: WorkerHandle) -> None:
-        """Give a worker that has come up late half of what the busiest one has, the last of its queue."""
+        """Give a late worker half of the busiest one's requests, the last of its queue."""
         for pending in self.pending:
             by_worker: dict[int, list[str]] = {}
             for name, worker in pending.worker.items():
@@ -326,5 +326,5 @@ class WorkerPool:
 
 
 def _of_worker(error: Exception, number: int) -> Exception:
-    """Return an error of a worker's engine as the run's."""
+    """Return an error of a worker's engine as an error of the run."""
     return error if isinstance(error, RhymeError) else BackendError(f"worker {number}: {error!r}")

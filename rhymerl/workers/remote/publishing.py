@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights(WeightSource):
-    """A base that stays, and adapters: `NAME.a` [rank, in] and `NAME.b` [out, rank] for each matrix NAME with a `scaling`."""
+    """A fixed base and adapters: `NAME.a` [rank, in] and `NAME.b` [out, rank] for each matrix NAME with a `scaling`."""
 
     base: WeightSource
     adapters: WeightSource
@@ -41,7 +41,7 @@ class Publisher:
         self._base: WeightSource | None = None  # kept, so that late workers find it
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
-        """Publish `named_tensors`, which are the model's with adapters added in; they are not made where a whole model has adapters."""
+        """Publish `named_tensors`, with adapters merged; an unsharded model's adapters go apart from the base."""
         if not is_adapted(self._model) or isinstance(named_tensors, GatheredTensors):
             return self._put(named_tensors)
         base, adapters = unmerged(self._model)

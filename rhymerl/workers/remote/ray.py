@@ -127,7 +127,7 @@ class RayConnection(Connection):
         return self._told(self._actor.step.options(concurrency_group="messages").remote(ticks, only_evaluates))
 
     def is_alive(self, wait_s: float) -> bool:
-        """One that is gone counts as alive: what was asked of it tells."""
+        """Return whether the actor answers; a lost one counts as alive, since its pending calls raise."""
         import ray
 
         ready, _ = ray.wait([self._actor.home.remote()], timeout=wait_s)
@@ -177,10 +177,10 @@ def _settle(asked: Future[Events], found: Events | BaseException) -> None:
 class RayBackend(HostedBackend):
     """Workers as Ray actors, with engines of their own: `engine` is `embedded`, `sglang`, or such a backend's settings.
 
-    `address` is the cluster to join; null joins the one that this machine belongs to, or starts one here. Each worker
-    takes `cpus_per_worker` and `gpus_per_worker` of it; a run begins where there is room for `min_workers` (null: all
-    of them), and the others come when there is room for them too. A worker remembers at most `history_tokens` of past
-    answers (null: no limit). It has to be up after `start_timeout_s`, and counts as lost without an answer for
+    `address` is the cluster to join; null joins this machine's cluster, or starts one here. Each worker takes
+    `cpus_per_worker` and `gpus_per_worker` of it. A run begins when there is room for `min_workers` (null: all of
+    them); the others come when there is room for them too. A worker remembers at most `history_tokens` of past answers
+    (null: no limit). It has to be up after `start_timeout_s`, and counts as lost without an answer for
     `hang_timeout_s`.
     """
 
@@ -281,7 +281,7 @@ class RayBackend(HostedBackend):
         return num_workers if self.min_workers is None else min(self.min_workers, num_workers)
 
     def reserve(self, num_workers: int) -> None:
-        """Raise ConfigError where the cluster is too small for so many workers: they would wait for ever."""
+        """Raise ConfigError if the cluster is too small for so many workers, which would wait for ever."""
         import ray
 
         self._join(num_workers)
@@ -308,11 +308,11 @@ class RayBackend(HostedBackend):
         return {name: amount for name, amount in amounts.items() if amount}
 
     def _of(self, found: Mapping[str, float]) -> dict[str, float]:
-        """Return how much there is of what a worker takes."""
+        """Return the amounts of the resources that a worker takes."""
         return {name: found.get(name, 0.0) for name in self._each}
 
     def _join(self, num_workers: int = 1) -> None:
-        """Join the cluster, or start one here that is large enough for the CPUs asked for: engines share what there is."""
+        """Join the cluster, or start one here with enough CPUs for the engines, which share the machine."""
         import ray
 
         if ray.is_initialized():

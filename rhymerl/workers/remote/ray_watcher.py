@@ -1,4 +1,4 @@
-"""Ends what Ray leaves behind where a trainer is killed: its agents, with the run's environment in them, and its folder.
+"""Ends what Ray leaves behind when a trainer is killed: its agents, with the run's environment, and its folder.
 
     python ray_watcher.py FOLDER TRAINER
 
@@ -23,7 +23,7 @@ _LIVES = b"the trainer lives"
 
 
 class Watcher:
-    """The trainer's side: a watcher of a cluster in `folder`, from now on. It has nothing of the run's environment itself."""
+    """The trainer's side: starts a watcher of the cluster in `folder`, without the run's environment."""
 
     def __init__(self, folder: str) -> None:
         self._process = subprocess.Popen(

@@ -117,7 +117,7 @@ class ServerConnection(ThreadConnection):
 
 
 class ServersBackend(HostedBackend):
-    """Every server of `backend` is a worker. A server that does not answer any more is looked for until it is back, while others go on."""
+    """Every server of `backend` is a worker; one that stops answering is polled until it returns, as others go on."""
 
     starts_together = True
     goes_on_short = True

@@ -100,7 +100,7 @@ def step(drafting: EngineDrafting, batch: Sequence[FakeRequest], ahead: Sequence
 
 
 def run(drafting: EngineDrafting, requests: Sequence[FakeRequest], *, overlap: bool = False) -> None:
-    """All of them to their ends, side by side. With `overlap` a pass is prepared before the one before it is committed."""
+    """Run all to their ends in one batch; with `overlap` a pass is prepared before the last one is committed."""
     first = [[request.draw(0)] for request in requests]  # sampled where the prompt was read
     batch, ahead = list(requests), first
     while batch:

@@ -18,7 +18,7 @@ from tests.backends.sglang.fake_engine import FakeEngine
 
 
 def asked(route: FeedRoute, method: str, pieces: Iterable[bytes] = (b"",)) -> tuple[int, Any]:
-    """Return status and content of the route's answer to a request whose body comes in these pieces, the last of which ends it."""
+    """Return status and content of the route's answer to a request whose body comes in these pieces."""
     *before, last = pieces
     events = [{"type": "http.request", "body": each, "more_body": True} for each in before]
     events.append({"type": "http.request", "body": last})
@@ -63,7 +63,7 @@ class Follower(Drafter):
 
 
 class HistoryEngine(FakeEngine):
-    """Its drafter reads what a trainer sends, as far as a request needs it; `before` has what it knew then, by request."""
+    """Its drafter reads a trainer's messages as far as a request needs; `before` has what it knew, by request."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""The number of nodes that the engine verifies follows the run's budget, and a budget that it cannot keep to is refused."""
+"""The engine verifies as many nodes as the run's budget says, and a budget that it cannot keep to is refused."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def problem():
 
 
 def decoded(requests, answers):
-    """Return the answers of more than a first token: the others end where the prompt is read, and no drafter hears of them."""
+    """Return the answers of more than one token: shorter ones end with the prefill, and no drafter sees them."""
     return [r for r in requests if len(answers[r.id]) - (len(r.output) if r.output else 0) > 1]
 
 

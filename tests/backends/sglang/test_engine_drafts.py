@@ -192,7 +192,7 @@ def test_requests_of_others_are_drafted_for_too():
 
 
 def test_a_name_may_be_given_again():
-    """Other clients may use a name again as soon as its first request has ended: before the batch has been seen without it."""
+    """Other clients may reuse a name once its first request has ended, before a batch without it has been seen."""
     drafter = Recorder()
     drafting, _ = drafting_of(drafter)
     request = make_requests(1, max_tokens=5)[0]
@@ -216,7 +216,7 @@ def drafting_from_history():
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("request", "b", "c"), ("b", "request", "request'")], ids=str)
 def test_a_name_may_be_that_of_several_requests(names, overlap):
-    """Two trainers, or an evaluation beside a training: each names requests by step, prompt and sample. Others give any name."""
+    """Two trainers, or an evaluation beside a training, name requests alike: by step, prompt and sample."""
     answers = ([2] * 9, [4, 3] * 5, [3, 4, 2] * 4)
     batches = []
     for drafter, drafting in (drafting_from_history(), (recorder := Recorder(), drafting_of(recorder)[0])):
@@ -238,7 +238,7 @@ def test_a_name_may_be_that_of_several_requests(names, overlap):
 
 @pytest.mark.parametrize("rid", ["another", "first"])
 def test_who_was_taken_out_of_the_queue_may_be_sent_again(rid):
-    """SGLang says nothing of a request that is aborted while it waits; its tokens stay what its successor goes on from."""
+    """SGLang does not report a request that is aborted while it waits; its successor goes on from its tokens."""
     request = make_requests(1, max_tokens=20, stop_token_ids=())[0]
     for drafter, drafting in (drafting_from_history(), (recorder := Recorder(), drafting_of(recorder)[0])):
         first, beside = fake(request, [2, 3] * 10, rid="first"), one(20)

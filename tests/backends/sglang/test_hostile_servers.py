@@ -1,4 +1,4 @@
-"""Servers whose answers are broken or hostile: each is told in words that name the server, or is a worker that is lost; nothing is believed."""
+"""Servers with broken or hostile answers: the error names the server, or a worker is lost; nothing is believed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_object_without_what_it_should_have(engine, flat_policy, content):
 def dripping(
     beginning: bytes, piece: bytes, *, every_s: float, sent: Callable[[int], bool] = lambda number: True
 ) -> Iterator[Client]:
-    """A server that answers with a beginning, and then with a piece now and then, for as long as `sent` says so of each."""
+    """Context of a server that sends a beginning, then further pieces as long as `sent` allows each."""
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
 

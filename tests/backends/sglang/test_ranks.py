@@ -142,7 +142,7 @@ def test_one_process_is_alone():
 
 
 def hand_over(rank: int) -> dict:
-    """New weights to the rank's own engines, one and then two, beside the trainer's group; at the end that is destroyed first."""
+    """Hand new weights to the rank's engines, one and then two; the trainer's group ends before the last one."""
     named = {"a": torch.arange(6.0).view(2, 3) + 100 * rank, "b": torch.ones(4, dtype=torch.float64)}
     with weights_engine() as one, weights_engine() as two:
         sums = []

@@ -22,7 +22,7 @@ ANSWERS = {each.id: answer_of(each) for each in REQUESTS}
 
 
 def needed(length: int, right: int) -> int:
-    """Passes behind the one that reads the prompt and draws the first token, when `right` tokens of the answer are known."""
+    """Return the passes after the prefill, which draws the first token, when `right` tokens of the answer are known."""
     done, passes = 1, 0
     while done < length:
         done += 1 + (min(N - 1, right - done, length - done - 1) if done < right else 0)

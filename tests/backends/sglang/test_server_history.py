@@ -95,7 +95,7 @@ def test_a_server_that_was_started_anew_between_two_steps_is_told_all(engines, f
 
 
 def test_two_trainers_at_once_only_cost_time(engine, flat_policy):
-    """Each change of the one that comes upon the other's is followed by all of its history, which is what requests then ask for."""
+    """A change that meets the other trainer's is followed by all of the history, which requests then ask for."""
     one, two = HistoryStore(), HistoryStore()
     with connected(engine, flat_policy, HistoryTreeDrafter()) as first:
         first.follow(one)

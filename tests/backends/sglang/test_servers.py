@@ -1,4 +1,4 @@
-"""Servers that run already are workers of their own: the scheduler fills each of them, and one that goes costs nothing but time."""
+"""Servers that run already are workers: the scheduler fills each of them, and a lost one only costs time."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def process_of(backend):
 
 
 def test_an_engine_is_told_how_long_sequences_will_be(installed, flat_policy):
-    """Its buffers grow with that: Qwen2.5's context of 131 072 tokens takes gigabytes. A stage with longer ones gets another engine."""
+    """Buffers grow with that: 131 072 tokens (Qwen2.5) take gigabytes. A stage with longer ones gets another engine."""
     with started(flat_policy, nodes=3) as backend:
         first = process_of(backend)
         assert "--context-length 320 " in backend.session._own.server.log.read_text()

@@ -21,7 +21,7 @@ from tests.backends.sglang.batches import answer as past
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What has been called since it was cleared: names, and types of arguments, for each of which numba compiles a function anew."""
+    """Calls since it was cleared: names and argument types, for each of which numba compiles a function anew."""
     import numba
 
     found, original = set(), compiled._Compiled.__call__
@@ -58,7 +58,7 @@ def test_answers_call_nothing_that_the_warm_up_has_not(drafter: Drafter, budget:
 
 
 def test_it_leaves_nothing_out_where_the_machine_is_busy(calls, tmp_path, monkeypatch):
-    """A third question that takes long says that drafts do not pay: by the machine's clock the drafter would be left alone."""
+    """Slow third drafts look like a loss: by the machine's clock the drafter would be left alone."""
     settings = EngineSettings.of(NGramDrafter(), GoodputBudget(), tmp_path)
     settings.warm_up(8, 19)
     before = set(calls)

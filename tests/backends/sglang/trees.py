@@ -25,7 +25,7 @@ def drafts(draw, most_nodes: int) -> Draft:
 
 
 def links_of(mask: np.ndarray) -> tuple[list[int], list[int]]:
-    """First child and next sibling of each node (-1 = none) from one mask [n, n], by SGLang's rule: the parent is the last ancestor."""
+    """Return first child and next sibling (-1 = none) by node from mask [n, n]; its last ancestor is its parent."""
     n = len(mask)
     parents = [max((j for j in range(i) if mask[i, j]), default=-1) for i in range(n)]
     children = [[j for j in range(n) if parents[j] == i] for i in range(n)]

@@ -23,7 +23,7 @@ _TIMEOUT = timedelta(hours=10)
 
 
 class WeightsEngine(FakeEngine):
-    """Says at /sums what each tensor adds up to. /refuse names the one path that it refuses, /strike where it gets a signal."""
+    """Reports each tensor's sum at /sums; /refuse names one path to refuse, /strike one that gets a signal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Test-only budget of an engine: passes of the sizes that RHYMERL_TEST_WIDTHS lists, in turn; it writes them into RHYMERL_TEST_WIDTHS_SEEN."""
+"""A budget for tests: passes have RHYMERL_TEST_WIDTHS' sizes, in turn, and note them in RHYMERL_TEST_WIDTHS_SEEN."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _smallest_width = EngineDrafting._width
 
 
 def _width(drafting: EngineDrafting, drafts: DraftBatch) -> int:
-    """The scheduled size in the place of the smallest that holds the largest draft; a warm-up has budgets without a schedule, too."""
+    """Return the scheduled size, not the smallest that holds the largest draft; a warm-up has no schedule."""
     if not isinstance(drafting.budget, ScheduledBudget):
         return _smallest_width(drafting, drafts)
     now = drafting.budget.now

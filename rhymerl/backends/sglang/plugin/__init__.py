@@ -10,10 +10,10 @@ from rhymerl.backends.sglang.plugin.names import VARIABLE
 
 
 def register() -> None:
-    """Bring in the drafting worker, the keyed draw and the route for history, where an engine was started for rhymerl; otherwise do nothing.
+    """Install the drafting worker, the keyed draw and the history route in an engine started for rhymerl.
 
-    A version that cannot have our draw keeps its own. What was found is written for the trainer: SGLang itself only
-    logs that a plugin failed.
+    Elsewhere do nothing. A version that cannot have our draw keeps its own. What was found is written for the trainer:
+    SGLang itself only logs that a plugin failed.
     """
     if not os.environ.get(VARIABLE):
         return

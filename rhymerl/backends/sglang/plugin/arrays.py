@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeArrays:
-    """The trees that SGLang verifies: parents come first, and a node without a parent, except node 0, is padding that nothing can reach."""
+    """Trees that SGLang verifies: parents come first; a node without one, except node 0, is unreachable padding."""
 
     token_ids: IndexArray  # [R, n]
     parents: IndexArray  # [R, n] -1 = none
@@ -29,7 +29,7 @@ class TreeArrays:
 
     @staticmethod
     def message(trees: TreeArrays | None, num_requests: int, most: int) -> npt.NDArray[np.int64]:
-        """Return one array for the other ranks, [1 + 2 R most] whatever the trees, so that it can be received: n, tokens, parents; n is 0 for None."""
+        """Return n, tokens and parents (n = 0: None) in an array [1 + 2 R most], of one size for receiving ranks."""
         message = np.zeros(1 + 2 * num_requests * most, np.int64)
         if trees is not None:
             message[0] = trees.n
@@ -48,7 +48,7 @@ class TreeArrays:
         return cls(token_ids=token_ids, parents=parents)
 
     def mask(self) -> BoolArray:
-        """[R, n, n] True where node j is i or one of its ancestors."""
+        """Return [R, n, n], True where node j is i or one of its ancestors."""
         num_requests, n = self.parents.shape
         mask = np.zeros((num_requests, n, n), np.bool_)
         _show_ancestors(mask, self.parents)
@@ -56,7 +56,7 @@ class TreeArrays:
 
 
 def tree_arrays(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
-    """The drafts of R requests, at most n - 1 nodes each, below their last tokens `roots` [R].
+    """Return the trees of R requests' drafts, at most n - 1 nodes each, below their last tokens `roots` [R].
 
     Siblings are distinct (the engine has checked the drafts). What is left of n is filled with orphans: children of
     nobody. Filling that were children of the root could be accepted, and twins would be sampled too often where a

@@ -33,7 +33,7 @@ _REPORT_EVERY = 1024  # passes that a budget is told of: it keeps them until it 
 
 
 class EngineDrafting:
-    """Drafts by the protocol for SGLang's running batch: trees of one size in each pass, of which a request's last token is the first node.
+    """Drafts by the protocol for SGLang's running batch: trees of one size per pass, rooted at a request's last token.
 
     The budget's `widths` are the numbers of nodes of a request, by default none and its most. A pass has the smallest
     that holds its largest draft.
@@ -128,12 +128,12 @@ class EngineDrafting:
         return next(width for width in self._widths if width >= largest)
 
     def note_other_pass(self) -> None:
-        """The engine reads prompts: how long the pass before took will not be known."""
+        """Note that the engine reads prompts: the time of the pass before will not be known."""
         if self._verified is not None:
             self._verified.is_alone = False
 
     def catch_up(self) -> None:
-        """The pass of the trees is launched."""
+        """Called once the pass of the trees is launched."""
         if not self._is_skipped:
             self.protocol.catch_up()
 
@@ -159,10 +159,10 @@ class EngineDrafting:
             _log.error("rhymerl: %s; drafts come from what is known until then", error)
 
     def _named_apart(self, request: RolloutRequest, here: Set[int]) -> RolloutRequest:
-        """The request by a name that no other row has, since drafters know requests by their names: two trainers may give the same one.
+        """Return the request under a name that no other row has: two trainers may give the same name.
 
-        A namesake that is not in the batch was put back into the queue. It is finished: it was taken away there before
-        this one was sent, or else starts anew when it is back.
+        Drafters know requests by their names. A namesake that is not in the batch was put back into the queue. It is
+        finished: it was taken away there before this one was sent, or else starts anew when it is back.
         """
         rows = {row.request.id: key for key, row in self._rows.items()}
         name = request.id
@@ -173,7 +173,7 @@ class EngineDrafting:
         return request if name == request.id else replace(request, id=name)
 
     def _tell(self, row: EngineRow) -> None:
-        """`accept` of what was sampled since: each pass draws one token, and all others came from drafts."""
+        """Call `accept` for tokens sampled since: each pass draws one token, and all others came from drafts."""
         new = row.length - row.num_told
         if new > 0 and self.protocol.hears_tokens:
             drafted = max(row.end - row.num_told - row.num_passes, 0)
@@ -203,7 +203,7 @@ class EngineDrafting:
         return drafts.scatter(askers, len(rows))
 
     def flush(self) -> None:
-        """Nothing is in the engine any more: whoever was put back into the queue and taken away there is gone too.
+        """Forget all requests: the engine is empty, and so is its queue.
 
         New weights are coming. Where no trainer tells of its history, a step is over: the drafter hears that nothing is
         new in it.

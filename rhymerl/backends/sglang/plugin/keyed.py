@@ -1,4 +1,4 @@
-"""The project's own draw inside SGLang: noise keyed by request and position, so that drafts change the speed and nothing else.
+"""The keyed draw inside SGLang: noise by request and position, so that drafts change nothing but the speed.
 
 SGLang keeps one number a request for seeded sampling (`sampling_seed`). Here it is the request's noise counter less the
 position of its first token, so that adding a token's position in the sequence gives the counter of its draw, whether
@@ -28,7 +28,7 @@ _AT_ONCE = 2**24  # logits, on a CPU; to truncate each of them takes some 40 byt
 
 @dataclass(slots=True)
 class Vocabulary:
-    """How many tokens are sampled from in this process: SGLang serves one policy in it, and not all of its batches keep their requests."""
+    """The number of tokens that this process samples from, of one policy; not all batches keep their requests."""
 
     num_tokens: int | None = None  # None: all, as long as nobody has said anything else
 
@@ -52,9 +52,10 @@ def first_counter(engine_request: Any) -> int:
 
 
 def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens sampled at `positions` [n] from clean logits [n, V], [n] int64, and their log-probs, [n] float32 in nats.
+    """Return the tokens sampled at `positions` [n] from clean logits [n, V], and their log-probs.
 
-    Each request owns `each` lines in a row. Log-probs are those of log_softmax(logits / T) without truncation.
+    Tokens are [n] int64, log-probs [n] float32 in nats. Each request owns `each` lines in a row. Log-probs are those of
+    log_softmax(logits / T) without truncation.
 
     Noise and truncation only touch copies, of some lines at a time.
     """
@@ -124,7 +125,7 @@ def _spread(values: Tensor, each: int) -> Tensor:
 
 
 def is_plain(sampling_info: Any) -> bool:
-    """Return whether nothing but temperature and truncation shapes the draw; penalties, biases, grammars and watermarks are SGLang's."""
+    """Return whether only temperature and truncation shape the draw, not penalties, biases, grammars or watermarks."""
     changed = ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
     orchestrator = getattr(sampling_info, "penalizer_orchestrator", None)
     return (

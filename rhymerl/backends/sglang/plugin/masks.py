@@ -9,8 +9,8 @@ from torch import Tensor
 def full_mask(trees: Tensor, lengths: Tensor, n: int, *, num_tokens: int) -> Tensor:
     """Flat and bool: of each request in turn its n lines of `length + n`, whose end is its part of `trees` [R * n * n].
 
-    `lengths` [R] are those of the requests' contexts, which all nodes see, `num_tokens` their sum, which the host knows
-    already.
+    `lengths` [R] are the lengths of the requests' contexts, which all nodes see; `num_tokens` is their sum, which the
+    host knows already.
     """
     num_lines = len(lengths) * n
     ends = (lengths.long() + n).repeat_interleave(n, output_size=num_lines).cumsum(0)

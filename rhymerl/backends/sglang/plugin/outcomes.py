@@ -1,4 +1,7 @@
-"""What came of a pass of SGLang, for the budget: read off the tokens that were sampled, when the next pass is prepared. R = requests, N = nodes."""
+"""Outcomes of SGLang's passes, read off sampled tokens before the next pass.
+
+R = requests, N = nodes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from rhymerl.engine.walk import walk
 
 @dataclass(slots=True, kw_only=True)
 class VerifiedPass:
-    """A pass that is launched: its requests [R], their drafts, and how many nodes of each are computed, padding included."""
+    """A launched pass: its requests [R], their drafts, and the nodes computed for each, padding included."""
 
     rows: Sequence[EngineRow]
     drafts: DraftBatch
@@ -26,7 +29,7 @@ class VerifiedPass:
         self._ends = [row.end for row in self.rows]
 
     def outcome(self, known: float) -> PassOutcome:
-        """Return what came of it, when its tokens are in the rows, since `known`. Of a request that was put back into the queue nothing is known."""
+        """Return the outcome once tokens are in the rows, since `known`; requests put back in the queue have none."""
         drafts, num_rows = self.drafts, len(self.rows)
         sampled = [row.tokens[end : row.end] for row, end in zip(self.rows, self._ends, strict=True)]
         return PassOutcome(

@@ -1,4 +1,4 @@
-"""What SGLang needs for passes of each size: buffers, attention metadata and CUDA graphs. n = tokens of a request in a pass.
+"""SGLang's needs for each pass size: buffers, attention metadata, CUDA graphs. n = tokens of a request in a pass.
 
 SGLang's own adaptive speculation keeps such a set for each number of steps, because CUDA graphs and attention are made
 for one number of tokens a request.
@@ -17,7 +17,7 @@ from rhymerl.errors import BackendError
 
 
 class PassSizes:
-    """The sets of an n-gram worker, which is made for its most tokens; `sized` puts another in their place for one pass."""
+    """The sets of an n-gram worker, which is made for its most tokens; `sized` swaps in another set for one pass."""
 
     def __init__(self, worker: Any, sizes: Sequence[int]) -> None:
         self._worker = worker
@@ -27,7 +27,7 @@ class PassSizes:
         self._of_runner: dict[int, dict[str, Any]] = {self._most: {}}
 
     def make_buffers(self) -> None:
-        """Make the worker's own buffers; called when those of the most are there."""
+        """Make the worker's own buffers; called once the largest size has some."""
         most = dict(vars(self._worker))
         for n in self._others:
             self._worker.draft_token_num = n
@@ -38,9 +38,10 @@ class PassSizes:
         vars(self._worker).update(self._of_worker[self._most])
 
     def make_runners(self) -> None:
-        """Make attention metadata, and graphs where the engine has some; called on all ranks when those of the most are there.
+        """Make attention metadata, and graphs if the engine has some.
 
-        Raises BackendError where attention is wrapped for other features, which would be lost.
+        Called on all ranks once the largest size has them. Raises BackendError where attention is wrapped for other
+        features, which would be lost.
         """
         runner = self._worker.model_runner
         attention, graphs = runner.attn_backend, runner.decode_cuda_graph_runner

@@ -1,4 +1,4 @@
-"""A probe for what rhymerl's plugin needs of a version of SGLang: it asks by name, because versions move and rename things."""
+"""A probe for what rhymerl's plugin needs of SGLang, by name, because versions move and rename things."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class EngineRow:
 
     @classmethod
     def of(cls, engine_request: EngineRequest, num_nodes: int) -> EngineRow:
-        """A request that has come, with room for trees of so many nodes behind its end."""
+        """Return the row of a new request, with room for trees behind its end."""
         given, params = engine_request.origin_input_ids, engine_request.sampling_params
         sampling = _sampling(params, noise_of(params.custom_params, engine_request.rid)[1])
         request = from_custom_params(params.custom_params, engine_request.rid, given, sampling)
@@ -101,7 +101,7 @@ class EngineRow:
 
     @property
     def context(self) -> IntArray:
-        """The prompt and the answer so far, read-only."""
+        """Return the prompt and the answer so far, read-only."""
         return self.visible[: self.length]
 
     @property
@@ -115,16 +115,17 @@ class EngineRow:
         return 0 if self.has_stopped else self.limit - self.length
 
     def completion(self) -> Completion:
-        """The request as it has ended."""
+        """Return the request as it has ended."""
         answer = self.tokens[self.num_prompt : self.length]
         reason = "stop" if self.has_stopped else "length" if self.room <= 0 else _reason(self.engine_request)
         return Completion(request=self.request, output=replace(without_logprobs(answer), finish_reason=reason))
 
 
 def _sampling(params: Any, offset: int) -> SamplingParams:
-    """A request's parameters, from SGLang's own: greedy is top-k 1 there, all tokens a huge top-k, and what came before is not counted.
+    """Return a request's parameters from SGLang's own.
 
-    With `ignore_eos` it ignores all stop tokens.
+    There, greedy is top-k 1, all tokens are a huge top-k, and earlier tokens are not counted. With `ignore_eos` it
+    ignores all stop tokens.
     """
     stops = () if params.ignore_eos else tuple(sorted(params.stop_token_ids or ()))
     return SamplingParams(

@@ -1,4 +1,4 @@
-"""SGLang's ordinary sampler with our draw: for the first token of each answer, and for all of them without a drafter."""
+"""SGLang's ordinary sampler with our draw: for first tokens of answers, and for all tokens without a drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = ("pytorch", "flashinfer")  # SGLang settles on one of these by itself
 
 
 class KeyedSampler(Sampler):  # type: ignore[misc]
-    """Draws with noise keyed by request and position. What it does not know (grammars, penalties) goes to SGLang's sampler."""
+    """Draws with noise keyed by request and position; grammars, penalties and the like go to SGLang's sampler."""
 
     def forward(
         self,

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def left_behind(arguments: Sequence[str], settings: str) -> list[str]:
-    """The folders that a session has made for the engine of these arguments, which is told of the file `settings`.
+    """Return the folders that a session has made for the engine of these arguments and of the file `settings`.
 
     The weights' folder is in the session's own, or its name begins like that one's, or else is somebody's.
     """

@@ -30,7 +30,7 @@ _REPORT = "plugin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The configs of drafter and budget, where their classes are imported from, and the folder that trainer and engine share."""
+    """The configs of drafter and budget, the import path of their classes, and the folder shared with the trainer."""
 
     drafter: Mapping[str, Any]
     budget: Mapping[str, Any]
@@ -40,9 +40,10 @@ class EngineSettings:
 
     @classmethod
     def of(cls, drafter: Drafter, budget: Budget | None, folder: Path, *, has_route: bool = False) -> EngineSettings:
-        """Describe a drafter and a budget, by default goodput's, with this process's import path, so that a class of the user's own is found there too.
+        """Describe a drafter and a budget, by default goodput's, for the engine's process.
 
-        Raises ConfigError for one that cannot be built again in the engine's process.
+        This process's import path is included, so that a class of the user's own is found there. Raises ConfigError for
+        one that cannot be built again in the engine's process.
         """
         return cls(
             drafter=_described("drafter", drafter),
@@ -76,7 +77,7 @@ class EngineSettings:
             ) from error
 
     def report(self, found: Findings) -> None:
-        """Say that the plugin is in place, and what it has not found; each process of the engine says the same."""
+        """Report that the plugin is in place, and what it lacks; each process of the engine reports the same."""
         path = Path(self.folder) / _REPORT
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(found.to_json())
@@ -94,11 +95,11 @@ class EngineSettings:
             ) from error
 
     def budget_of(self, n: int) -> Budget:
-        """The budget of an engine whose passes have at most `n` tokens of a request: the given one, with at most as many nodes."""
+        """Return the budget, limited to the nodes of an engine whose passes have at most `n` tokens of a request."""
         return uniform(instantiate(self.budget, key="budget"), n - 1)
 
     def drafting(self, budget: Budget, vocabulary: int) -> EngineDrafting:
-        """The drafter, and what stands between it and the engine. Messages that an earlier engine has not read are removed."""
+        """Return the drafter with its link to the engine; messages unread by an earlier engine are removed."""
         sys.path.extend(path for path in self.paths if path not in sys.path)
         drafter: Drafter = instantiate(self.drafter, key="drafter")
         folder = Path(self.folder)
@@ -108,7 +109,7 @@ class EngineSettings:
         return EngineDrafting(drafter, budget, vocabulary=vocabulary, feed=feed, counters=counters)
 
     def warm_up(self, n: int, vocabulary: int) -> None:
-        """Compile what drafting calls, after `drafting`; a drafter of the user's own is left alone, since it may count what it hears of."""
+        """Compile what drafting calls, after `drafting`; but never call a user's own drafter, which may count calls."""
         for budget in (FixedBudget(n - 1), self.budget_of(n)):
             drafter: Drafter = instantiate(self.drafter, key="drafter")
             if type(innermost(drafter)).__module__.startswith("rhymerl."):

@@ -46,14 +46,14 @@ def keyed_verify(original: Any) -> Any:
 
 
 def _widened(found: tuple[Tensor, Tensor, Tensor], verify_input: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, accepted lengths and indices, these with as many columns [R, most] in a narrow pass as in the widest: SGLang counts on it."""
+    """Return tokens, lengths and indices, widened to the widest pass's [R, most] columns: SGLang expects them."""
     predict, lengths, index = found
     missing = getattr(verify_input, WIDEST, 0) - index.shape[1]
     return predict, lengths, pad(index, (0, missing), value=-1) if missing > 0 else index
 
 
 def _follow(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SGLang's greedy walk, with the draws [R, n] as what the target predicts: tokens, accepted lengths (with the bonus), indices."""
+    """Return tokens, lengths (with bonus) and indices by SGLang's greedy verification against the draws [R, n]."""
     num_requests, n = sampled.shape
     like = torch.empty(0, dtype=torch.int32, device=sampled.device)
     predict, lengths = like.new_zeros(num_requests * n), like.new_empty(num_requests)
@@ -77,7 +77,7 @@ def _follow(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def keyed_logprobs(original: Any) -> Any:
-    """Log-probs of accepted tokens from what the draw has found already: a token is accepted only where it is its node's own draw."""
+    """Return log-probs of accepted tokens from the draw: an accepted token is always its node's own draw."""
 
     def logprobs(batch: Any, logits_output: Any, predict: Tensor, *args: Any, **kwargs: Any) -> None:
         logprobs_of_nodes = getattr(logits_output, "keyed_logprobs", None)
@@ -94,7 +94,7 @@ def keyed_logprobs(original: Any) -> Any:
 
 
 def install() -> None:
-    """Make it the verification of n-gram speculation; once a process. A version that computes log-probs elsewhere goes on doing so."""
+    """Install this verification of n-grams, once a process; versions with log-probs elsewhere keep theirs."""
     ngram_worker.eagle_sample = keyed_verify(ngram_worker.eagle_sample)
     for name in _LOGPROBS:
         if hasattr(ngram_worker, name):

@@ -55,7 +55,7 @@ class _Request:
 
 
 def warm_up(drafting: EngineDrafting) -> None:
-    """Answer a few requests, whose prompt has been answered before, by the drafter and budget of `drafting`, which are of no use afterwards."""
+    """Answer a few requests with earlier answers in the history; `drafting` itself is of no use afterwards."""
     requests = [_Request(sample) for sample in range(_REQUESTS)]
     history = HistoryStore()
     answer = Answer(

@@ -44,14 +44,17 @@ class _NoCorpus:
         pass
 
     def erase_match_state(self, requests: object) -> None:
-        """Nothing is kept of requests here."""
+        """Do nothing: no state of requests is kept here."""
 
     def reset(self) -> None:
         """Do nothing: there is nothing to forget."""
 
 
 class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
-    """Rank 0 drafts and sends its trees to the other tensor-parallel ranks: an index that is swapped by a thread would differ, and so would clocks."""
+    """Rank 0 drafts and sends its trees to the other tensor-parallel ranks.
+
+    Ranks that draft on their own would differ: a thread swaps indices, and clocks differ.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._drafting: EngineDrafting | None = None
@@ -86,7 +89,7 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             self._drafting.flush()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
-        """There are no weights besides the target's, which are updated by others; 0.5.17 asks all the same."""
+        """Do nothing: only the target has weights, which others update; 0.5.17 asks all the same."""
         return True, "the drafter has no weights"
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,9 +124,10 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         return TreeArrays.from_message(message.numpy(), len(batch.reqs))
 
     def _prepare_for_speculative_decoding(self, batch: Any) -> None:
-        """SGLang's own, but for the mask of attention on a GPU: it makes that request by request, of some thousand small kernels.
+        """Prepare a pass as SGLang does, but for the attention mask on a GPU.
 
-        Without drafts the last tokens need not have come to the host.
+        SGLang makes the mask request by request, with some thousand small kernels. Without drafts the last tokens need
+        not have come to the host.
         """
         if not batch.forward_mode.is_decode():
             super()._prepare_for_speculative_decoding(batch)
@@ -139,13 +143,13 @@ class HistoryWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
         setattr(batch.spec_info, WIDEST, self._most)
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Token ids [R * n] and masks [R * n * n] of the batch's trees; what follows puts the last tokens into a pass without drafts."""
+        """Return token ids [R * n] and masks [R * n * n] of the trees; without drafts the caller adds the tokens."""
         if self._trees is None:
             return np.zeros(len(batch.reqs), np.int64), np.ones(len(batch.reqs), np.bool_)
         return self._trees.token_ids.reshape(-1), self._trees.mask().reshape(-1)
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """The verify pass is launched, and a GPU is busy with it; on a CPU it is over, and nothing is gained by waiting for it."""
+        """Catch up while a GPU is busy with the launched verify pass; on a CPU it is over, so nothing is gained."""
         if self._drafting is not None and self.device != "cpu":
             self._drafting.catch_up()
 
@@ -161,7 +165,7 @@ class HistoryAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     """Speculation by our worker, which the rest of SGLang takes for n-gram speculation, whatever it asks."""
 
     def create_worker(self, server_args: Any) -> type:
-        """The worker's class."""
+        """Return the worker's class."""
         return HistoryWorker
 
 

@@ -60,7 +60,7 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Gather the KV slots [start, end) of every request, one request behind the other, into `out_cache_loc` (mutable)."""
+    """Gather the KV slots [start, end) of every request, in order, into `out_cache_loc` (mutable)."""
     filled = 0
     for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         out_cache_loc[filled : filled + end - start] = req_to_token[request, start:end]

@@ -1,4 +1,4 @@
-"""A stand-in for `python -m sglang.launch_server`, with a child of its own, and faults that the environment asks for."""
+"""A stand-in for `python -m sglang.launch_server`, with a child process, and faults on request of the environment."""
 
 import argparse
 import os
