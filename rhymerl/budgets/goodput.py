@@ -39,7 +39,6 @@ _CHOICE_EVERY = 4  # passes, or when a request has left or entered
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
-_NO_NODES = np.zeros(1)
 
 # The first probe's time is not learned: its code and data had not been used for long. The two after it can be compared.
 _ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), False: ("probe",)}
@@ -278,7 +277,8 @@ class GoodputBudget(Budget):
             weights = self._weights_of(outcome.requests) if self._kind == "draft" else None
             accepted = outcome.num_accepted if weights is None else weights * outcome.num_accepted
             made = 1 + float(accepted.sum()) / rows
-            plain, (taken,) = self._seconds(rows, np.array([nodes]), self._asked)
+            plain, known = self._seconds(rows, np.array([nodes]), self._asked)
+            taken = float(known[0])
             # Where a prompt was computed, too, what was measured cannot be compared with a plain pass.
             measured = seconds if seconds is not None and outcome.is_decoding else taken
             self._settle(made, taken / plain, measured / plain)
@@ -311,7 +311,7 @@ class GoodputBudget(Budget):
         """Return the time of a pass without drafts, and with each number of `nodes` for `asked` requests."""
         askers = np.full(len(nodes) + 1, asked)
         askers[0] = 0
-        seconds = self._cost.seconds(rows, np.concatenate([_NO_NODES, nodes]), askers)
+        seconds = self._cost.seconds(rows, np.append(0.0, nodes), askers)
         return float(seconds[0]), seconds[1:]
 
     # -- state and metrics ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Simulated episodes: by hand, against a simulator of single passes, and against a host whose environment takes its time."""
+"""Simulated episodes: by hand, against a simulator of single passes, and against a host with a slow environment."""
 
 from __future__ import annotations
 
