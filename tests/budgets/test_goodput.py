@@ -350,19 +350,6 @@ def test_metrics_are_of_what_has_been_since():
     assert budget.metrics()["budget/expected_speedup"] == 1.0
 
 
-def leaves(state: object) -> list[object]:
-    if isinstance(state, dict):
-        return leaves(list(state.values()))
-    return [each for part in state for each in leaves(part)] if isinstance(state, list | tuple) else [state]
-
-
-@pytest.mark.parametrize("num_passes", [3, 10, 200])
-def test_the_state_has_plain_numbers_which_a_checkpoint_takes(num_passes):
-    budget = GoodputBudget(8, costs=[(0, 1.0), (10, 2.0)])
-    passes(budget, num_passes, rows=12, propose=guesses(4, 0.9), is_right=np.ones_like)
-    assert {type(each) for each in leaves(budget.state_dict())} <= {int, float, bool, str, type(None)}
-
-
 def test_a_resumed_budget_goes_on_as_the_whole_one_does():
     """Its state goes through plain containers, as in a checkpoint; while drafts pay, and when they no longer do."""
     costs, luck = [(0, 1.0), (10, 2.0)], np.random.default_rng(0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.base import Pauses
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.probe_budget import ProbeBudget
+from tests.budgets.test_goodput import guesses, passes
 
 
 def test_a_probe_is_afforded_after_as_many_passes_as_are_said():
@@ -96,3 +98,16 @@ def test_the_first_pass_after_a_pause_teaches_no_cost():
     nodes = np.array([0, 8])
     assert cold.seconds(8, nodes, 8).tolist() == never.seconds(8, nodes, 8).tolist()
     assert cold.seconds(8, nodes, 8)[1] == pytest.approx(1.5, rel=0.1)
+
+
+def leaves(state: object) -> list[object]:
+    if isinstance(state, dict):
+        return leaves(list(state.values()))
+    return [each for part in state for each in leaves(part)] if isinstance(state, list | tuple) else [state]
+
+
+@pytest.mark.parametrize("num_passes", [3, 10, 200])
+def test_the_state_has_plain_numbers_which_a_checkpoint_takes(num_passes):
+    budget = GoodputBudget(8, costs=[(0, 1.0), (10, 2.0)])
+    passes(budget, num_passes, rows=12, propose=guesses(4, 0.9), is_right=np.ones_like)
+    assert {type(each) for each in leaves(budget.state_dict())} <= {int, float, bool, str, type(None)}
