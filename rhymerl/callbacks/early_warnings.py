@@ -157,10 +157,7 @@ def acceptance_falls(recent: Recent) -> str | None:
 
 
 def _idle_share(recent: Recent) -> float | None:
-    """Return the share of the workers' time without work, where it is worth a warning.
-
-    The first step is left out, since workers start in it.
-    """
+    """Return the workers' idle share if it is worth a warning; without the first step, in which they start."""
     name = "rollout/bubble_frac"
     share = recent.mean(name)
     return share if share is not None and len(recent.metrics[name]) > WINDOW and share >= MOST_IDLE else None

@@ -74,7 +74,7 @@ class Episodes:
         return len(self._waiting)
 
     def next_turn(self, request: RolloutRequest) -> RolloutRequest:
-        """Return the request of one more turn: it ends at the nearest of the limits of the turn, the episode and the context."""
+        """Return the request of one more turn; it ends at the nearest limit of turn, episode and context."""
         output = request.output or Output.of()
         begin = output.turns[-1].stop if output.turns else 0
         left = min(

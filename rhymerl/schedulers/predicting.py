@@ -98,5 +98,5 @@ def queue_of(pieces: Sequence[Piece]) -> list[RolloutRequest]:
 
 
 def latest_first(pieces: Sequence[Piece]) -> list[RolloutRequest]:
-    """Return the requests of pieces, those first whose answers would end last: they may wait while others are decoded."""
+    """Return the requests of pieces, the latest ends first: they may wait while others are decoded."""
     return queue_of(sorted(pieces, key=lambda piece: -piece.duration))

@@ -28,7 +28,7 @@ class ReleaseAwareScheduler(PredictingScheduler):
         return self._progress if self._progress is not None and self._progress.step == step - 1 else None
 
     def releases(self, step: int, num_workers: int) -> FloatArray:
-        """Return the time until each worker is free for `step`, [W], in the unit of the costs; zeros when nothing is under way."""
+        """Return the time until each worker is free for `step`, [W], in the costs' unit; zeros if none is busy."""
         progress = self.unfinished(step)
         longest, total = np.zeros(num_workers), np.zeros(num_workers)
         if progress is None or len(progress.planned) != num_workers or not len(progress.requests):

@@ -30,7 +30,7 @@ class SortedScheduler(PredictingScheduler):
 
 
 def longest_first(pieces: Sequence[Piece], num_workers: int) -> list[list[RolloutRequest]]:
-    """Return a queue a worker: the longest predicted piece first, each to the worker with the fewest predicted tokens so far."""
+    """Return a queue a worker: the longest predicted piece first, each to the worker with the fewest tokens so far."""
     return list(map(latest_first, _dealt(sorted(pieces, key=lambda piece: -piece.median), num_workers)))
 
 

@@ -18,10 +18,10 @@ _FASTEST = 0.1  # share of a step's episodes: these were hardly held up by other
 class WaitPredictor:
     """Predicts how many tokens an episode could sample while it waits for its environment, in all its turns.
 
-    That is the unit in which lengths are predicted, whatever that of `costs` is. A prompt's seconds are the median of
-    its group, moving over epochs by `momentum`. The seconds of a token come from the time between an episode's first and
-    last reply in which it did not wait; so nothing is predicted before one with two replies has ended, and never for an
-    answer of one turn, or a prompt without an answer. `max_prompts` as for LengthPredictor.
+    That is the unit of predicted lengths, whatever the unit of `costs` is. A prompt's seconds are the median of its
+    group, moving over epochs by `momentum`. The seconds of a token come from the time between an episode's first and
+    last reply in which it did not wait. So nothing is predicted before an episode with two replies has ended, and never
+    for an answer of one turn, or a prompt without an answer. `max_prompts` as for LengthPredictor.
     """
 
     momentum: float = 0.5

@@ -1,4 +1,4 @@
-"""One worker decoding a queue of episodes, event by event: while one waits for its environment, others have its slot."""
+"""One worker decodes a queue of episodes, event by event: others take the slot of an episode that waits."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class EpisodeCourse:
 
 
 def left_of(whole: FloatArray, turns: IndexArray, done: FloatArray) -> FloatArray:
-    """Return what is left of n quantities in each of their `turns` equal parts, [n, T], when so much is done of each."""
+    """Return what is left of n quantities in each of their `turns` equal parts, [n, T], after `done` of each."""
     ends = np.minimum(np.arange(int(turns.max(initial=0)) + 1) / turns[:, None], 1.0)
     return np.diff(np.maximum(ends * whole[:, None], done[:, None]), axis=1)
 

@@ -153,7 +153,7 @@ def check_modes(run_ahead: str, max_staleness: int, pipeline: str) -> None:
 
 
 def samples_of(work: StepWork, decoding: Decoding, *, lasting: FloatArray | None = None) -> list[Sample]:
-    """Return finished answers of the right lengths and waits, which were `lasting` [R] so long; nothing else about them means anything."""
+    """Return finished answers with the right lengths and waits, `lasting` [R]; nothing else of them has a meaning."""
     zeros = np.zeros(int(work.lengths.max(initial=0)), np.int32)
     num_passes = np.maximum(work.lengths / decoding.tokens_per_pass, 1.0).round()
     num_drafted = (num_passes * (decoding.verified - 1)).round()
@@ -198,7 +198,7 @@ def _turn(end: int, waited_s: float, replied_at: float) -> TurnEnd:
 def _figures(
     run: StepRun, *, opened: float, done: float, stale_tokens: float, published: Sequence[float]
 ) -> dict[str, Any]:
-    """Return a step's part of a timeline; `published` is when its own policy was there, and when the one that it has trained."""
+    """Return a step's part of a timeline; `published` are the times of its own and of its trained policy."""
     return {
         "starts": run.starts,
         "ends": run.ends,

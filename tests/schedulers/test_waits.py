@@ -18,7 +18,7 @@ from tests.schedulers.test_plans import each_scheduler, ids
 
 
 def episode(request: RolloutRequest, waits: Sequence[float], *, turn: int = 10, reply: int = 4, token_s: float = 0.1):
-    """A sample whose turns have `turn` tokens; replies of `reply` tokens come after `waits`, the last has none."""
+    """Return a sample whose turns have `turn` tokens; replies of `reply` tokens follow `waits`, all but the last."""
     now, start, turns = 1000.0, 0, []
     for number, wait in enumerate(waits, start=1):
         now += turn * token_s + wait
