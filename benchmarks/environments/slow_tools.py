@@ -56,7 +56,7 @@ def passes(seconds: float, mode: str, arguments: Any) -> Iterator[dict[str, Any]
             *arguments.settings,
         ]
         command = [sys.executable, "-m", "rhymerl", "fit", "--config", "quickstart_agent", *settings]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         events = {name: [each.value for each in found] for name, found in events_of(Path(folder) / "run").items()}
 
     def of(name: str, number: int) -> list[float]:
