@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,11 @@ class Reply:
 Answer: TypeAlias = Reply | Content | None  # None: the episode is over
 
 
+def transcript_key(row: Mapping[str, Any], turns: Sequence[Turn]) -> object:
+    """Return all that a reply can follow from: the row, and all that has been said and replied."""
+    return dict(row), json.dumps([[turn.text, turn.reply] for turn in turns])
+
+
 class Environment(ABC):
     """Something that the policy acts on, turn by turn. Subclasses write `reply`.
 
@@ -78,6 +84,14 @@ class Environment(ABC):
 
         `row` has the columns of the prompt. What it raises costs this episode, not the run.
         """
+
+    def memory_key(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> object:
+        """Return what the reply to the last of `turns` follows from, as data that can be pickled; asked only where it `is_pure`.
+
+        Equal keys share a reply, whichever episode asks. By default they are equal rows with equal transcripts. Called
+        in the process of the worker, so it has to be quick.
+        """
+        return transcript_key(row, turns)
 
     def open(self, row: Mapping[str, Any]) -> Environment | Awaitable[Environment | None] | None:
         """Open a live session for one episode, whose `reply` is then asked instead; None: the environment needs none.

@@ -87,7 +87,7 @@ class EpisodeSettings:
     def _pool(self) -> EnvironmentPool | RememberingPool:
         pool = EnvironmentPool(self.environment, num_processes=self.num_processes, timeout_s=self.reply_timeout_s)
         if self.reply_memory_mb and is_remembered(self.environment):
-            return RememberingPool(pool, max_bytes=self.reply_memory_mb * 2**20)
+            return RememberingPool(pool, self.environment, max_bytes=self.reply_memory_mb * 2**20)
         return pool
 
     def episodes(self) -> Episodes:

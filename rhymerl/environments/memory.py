@@ -1,8 +1,7 @@
-"""A memory of replies: an environment that is a pure function is asked about each transcript once."""
+"""A memory of replies: an environment that is a pure function is asked once for what follows from the same."""
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -10,21 +9,22 @@ from hashlib import blake2b
 from time import monotonic, time
 from typing import Any, NamedTuple
 
-from rhymerl.environments.base import Reply, Turn
+from rhymerl.environments.base import Reply, Turn, transcript_key
 from rhymerl.environments.pool import EnvironmentPool, Replied, packed
+from rhymerl.hooks import Hooks
 
 ENTRY_BYTES = 400  # what Python takes for an entry beside the reply itself
 
 
-def key_of(row: Mapping[str, Any], turns: Sequence[Turn]) -> str:
-    """Return a hash of all that a reply of a pure environment is a function of.
+def key_of(environment: Any, row: Mapping[str, Any], turns: Sequence[Turn]) -> str:
+    """Return a hash of all that a pure environment's reply follows from, as its `memory_key` says.
 
-    Other rows or transcripts have other keys. Equal ones may, where Python holds their columns in another way: then the
-    environment is asked again. Raises EpisodeError for columns that cannot be sent to a process either.
+    What differs has another key. What is equal may too, where Python holds it in another way: then the environment is
+    asked again. Raises EpisodeError for columns that cannot be sent to a process either.
     """
-    digest = blake2b(packed(dict(row)), digest_size=16)
-    digest.update(json.dumps([[turn.text, turn.reply] for turn in turns]).encode())
-    return digest.hexdigest()
+    with Hooks("environment", environment):
+        followed = getattr(environment, "memory_key", transcript_key)(row, turns)  # a task may have none
+    return blake2b(packed(followed), digest_size=16).hexdigest()
 
 
 class Remembered(NamedTuple):
@@ -70,14 +70,16 @@ class _Waiter(NamedTuple):
 
 
 class RememberingPool:
-    """Asks a pool about each transcript once: whoever asks again, even at the same time, gets the reply that the first one got.
+    """Asks a pool for each reply once: whoever asks for it again, even at the same time, gets what the first one got.
 
-    The pool is asked in the name of the transcript, so that no episode that leaves takes the reply away from others.
-    What failed is not remembered, and each of the others who waited for it is asked about alone.
+    The pool, of processes of `environment`, is asked in the name of the key, so that no episode that leaves takes the
+    reply away from others. What failed is not remembered, and each of the others who waited for it is asked about
+    alone.
     """
 
-    def __init__(self, pool: EnvironmentPool, *, max_bytes: int) -> None:
+    def __init__(self, pool: EnvironmentPool, environment: Any, *, max_bytes: int) -> None:
         self._pool = pool
+        self._environment = environment
         self._memory = ReplyMemory(max_bytes)
         self._waiting: dict[str, list[_Waiter]] = {}  # for calls under way, by key; the first one's call it is
         self._key_of: dict[str, str] = {}  # of the call that an episode waits for
@@ -85,7 +87,7 @@ class RememberingPool:
 
     def ask(self, episode: str, row: Mapping[str, Any], turns: Sequence[Turn]) -> None:
         """Ask for the reply to the last turn of an episode that waits for none."""
-        key = key_of(row, turns)
+        key = key_of(self._environment, row, turns)
         known = self._memory.get(key)
         if known is not None:
             self._replied.append(Replied(episode, known.reply, "", 0.0, time(), saved_s=known.took_s))

@@ -22,6 +22,7 @@ from rhymerl.rewards.resolve import find
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OF_EPISODE = ("reset", "close")  # methods that are no tools
 _MAX_ERROR_CHARACTERS = 500
+_MAX_BRACKETS = 200  # no text with fewer is nested too deeply to be read
 
 
 class Tool(NamedTuple):
@@ -106,6 +107,20 @@ class Tools(Environment):
             if attempt.error is not None:
                 raise ValueError(f"tools: {owner.__qualname__} cannot be made: {attempt.message}") from attempt.error
         return self if self.calls is not None else replace(self, calls=call_format(tokenizer, self.tool_schemas))
+
+    def memory_key(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> object:
+        """Functions see their arguments alone, and the ids of calls without one count turns: other words play no part.
+
+        Nor is anything else read of what a deeply nested text says, or one that takes transformers' parser. A subclass
+        may reply by more.
+        """
+        if type(self) is not Tools:
+            return super().memory_key(row, turns)
+        text, number = turns[-1].text, len(turns)
+        if not isinstance(self.calls, str) or text.count("{") + text.count("[") > _MAX_BRACKETS:
+            return text, number
+        calls = read_calls(text, self.calls)
+        return json.dumps([[call.name, call.arguments, call.id or number, call.error] for call in calls])
 
     @property
     def has_sessions(self) -> bool:

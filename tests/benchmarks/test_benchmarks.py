@@ -114,6 +114,18 @@ def test_paired_runs_has_a_row_a_pair_and_one_of_all(run: Run) -> None:
         assert row["step"] == pytest.approx(row["plain_step_s"] / row["step_s"], rel=0.02)
 
 
+@pytest.mark.slow
+def test_slow_tools_has_a_row_a_pass_and_the_memory_changes_no_reward(run: Run) -> None:
+    settings = ["task.train_size=2", "data.prompts_per_step=1", "trainer.enable_progress_bar=false"]
+    rows = run("environments.slow_tools", "--seconds", "0.01", "--passes", "2", "--", *settings)["rows"]
+    assert [(row["mode"], row["pass"]) for row in rows] == [("asked", 1), ("asked", 2), ("memory", 1), ("memory", 2)]
+    asked, memory = rows[:2], rows[2:]
+    assert [row["reward"] for row in asked] == [row["reward"] for row in memory]
+    assert [row["turns"] for row in asked] == [row["turns"] for row in memory]
+    assert all(row["remembered"] == row["saved_s"] == 0 for row in asked)
+    assert all(row["saved_s"] > 0 for row in memory)
+
+
 def test_longer_task_has_rows_for_each_number_of_running_requests(run: Run) -> None:
     sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
     words = ("--config", "quickstart", "--running", "2", "4", "--from-epoch", "2", "--every", "1")

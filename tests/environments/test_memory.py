@@ -37,9 +37,13 @@ def log(tmp_path) -> Path:
     return path
 
 
+def remembering_pool(environment: Environment) -> RememberingPool:
+    return RememberingPool(EnvironmentPool(environment, num_processes=1), environment, max_bytes=2**20)
+
+
 @contextmanager
 def remembering(log: Path, **settings) -> Iterator[RememberingPool]:
-    with closing(RememberingPool(EnvironmentPool(Logs(str(log)), num_processes=1), max_bytes=2**20)) as pool:
+    with closing(remembering_pool(Logs(str(log)))) as pool:
         yield pool
 
 
@@ -73,19 +77,21 @@ def test_other_rows_and_transcripts_have_other_keys() -> None:
         ({"prompt": "x"}, [Turn(text="a", reply="bc"), Turn(text="")]),
         ({"prompt": "x"}, [Turn(text="a", reply=[{"role": "user", "content": "b"}]), Turn(text="c")]),
     ]
-    assert len({key_of(*call) for call in calls}) == len(calls)
+    assert len({key_of(Counts(), *call) for call in calls}) == len(calls)
 
 
 def test_equal_calls_have_equal_keys() -> None:
     messages = [{"role": "tool", "content": "\ud800 1"}]
     row, again = {"prompt": "x" * 50, "tests": [[1, 2], 3.5]}, {"prompt": "x" * 49 + "x", "tests": [[1, 2], 3.5]}
     turns = [Turn(text="a" * 30, reply=messages), Turn(text="")]
-    assert key_of(row, turns) == key_of(again, [replace(turns[0], text="a" * 29 + "a", reply=list(messages)), turns[1]])
+    assert key_of(Counts(), row, turns) == key_of(
+        Counts(), again, [replace(turns[0], text="a" * 29 + "a", reply=list(messages)), turns[1]]
+    )
 
 
 def test_columns_that_cannot_be_sent_are_an_error() -> None:
     with pytest.raises(EpisodeError, match="the row's columns cannot be sent to an environment's process"):
-        key_of({"prompt": "x", "function": lambda: None}, TURNS)
+        key_of(Counts(), {"prompt": "x", "function": lambda: None}, TURNS)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(0, 5000)), max_size=40))
@@ -255,9 +261,8 @@ def test_tools_that_are_functions_need_no_session() -> None:
 
 @contextmanager
 def episodes(*, remembers: bool = True, **settings) -> Iterator[Episodes]:
-    pool = EnvironmentPool(Counts(), num_processes=1)
     decode = {"decode": lambda ids: "".join(chr(48 + each % 10) for each in ids), "context_tokens": 100}
-    asked = RememberingPool(pool, max_bytes=2**20) if remembers else pool
+    asked = remembering_pool(Counts()) if remembers else EnvironmentPool(Counts(), num_processes=1)
     with closing(Episodes(asked, Digits(), **decode, **settings)) as made:
         yield made
 
