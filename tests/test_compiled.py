@@ -116,7 +116,7 @@ source, rows, found = np.random.default_rng(0), np.arange(6), []
 for dim in (8, 16, 24, 64):
     query, keys, values = (source.normal(size=(n, 4, dim)).astype(np.float32) for n in (6, 99, 99))
     table, out = source.permutation(99)[None, :90].repeat(6, 0), np.zeros_like(query)
-    attend(query, keys, values, table, rows, rows * 13 + 9, np.full(6, -2), rows, 0.25, out)
+    attend(query, keys, values, table, rows, rows * 13 + 9, np.full(6, -2), rows, 0.25, None, None, None, out)
     found.append(out.tobytes())
 print(hashlib.sha256(b"".join(found)).hexdigest())
 """

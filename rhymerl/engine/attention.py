@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,13 +21,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from rhymerl.engine.inputs import Inputs
 from rhymerl.engine.paged_attention import PagedLayout, attend
 from rhymerl.engine.tiles import TileLayout
+from rhymerl.models.attention import FULL, LayerAttention, attend_by_scores, last_seen
 from rhymerl.models.policy import evaluating
 
 NAME = "rhymerl"
+_ALL = 2**62  # positions
+_MOST_SCORED = 512  # queries whose scores are written out together
 TILE_ARRAYS = ("tiles", "seen", "ancestors", "kv_slots")  # of a TileLayout
-# Arguments by which transformers asks for what a token tree would silently break. Not `sliding_window`: the models that
-# have one are run where nothing is as long (see support.py).
-_REFUSED = ("softcap", "s_aux", "position_bias", "cross_attention_states")
+# Arguments by which transformers asks for what a token tree would silently break.
+_REFUSED = ("position_bias", "cross_attention_states")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +49,13 @@ class Bucket:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """All rows of a pass; additive masks are made once, in the dtype that the first layer brings."""
+    """All rows of a pass; additive masks are made once for each window, in the dtype that the first layer brings."""
 
     buckets: list[Bucket]
     paged: PagedLayout | None = None
-    _additive: list[Tensor] | None = None
+    _additive: dict[int | None, list[Tensor]] = field(default_factory=dict)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """Return [N, heads, dim] from query [N, heads, dim] and a layer's keys and values [slots, kv_heads, dim].
 
         Grouped-query heads ride along as extra query rows of their KV head, so keys are never repeated.
@@ -62,9 +66,10 @@ class AttentionPlan:
         if self.paged is not None:
             n = self.paged
             arrays = (n.table, n.row, n.seen, n.parent, n.slot)
-            attend(query.contiguous().numpy(), keys.numpy(), values.numpy(), *arrays, scale, output.numpy())
-        for bucket, mask in zip(self.buckets, self._additive_masks(query, groups), strict=True):
-            out = self._attend_bucket(bucket, mask, query, keys, values, scale)
+            given = (*arrays, scale, *_as_compiled(layer, query))
+            attend(query.contiguous().numpy(), keys.numpy(), values.numpy(), *given, output.numpy())
+        for bucket, mask in zip(self.buckets, self._additive_masks(query, groups, layer.window), strict=True):
+            out = self._attend_bucket(bucket, mask, query, keys, values, scale, layer)
             if bucket.real is None or bucket.tokens is None:
                 return out
             output.index_copy_(0, bucket.tokens, out.index_select(0, bucket.real).to(output.dtype))
@@ -72,7 +77,13 @@ class AttentionPlan:
 
     @staticmethod
     def _attend_bucket(
-        bucket: Bucket, mask: Tensor, query: Tensor, keys: Tensor, values: Tensor, scale: float
+        bucket: Bucket,
+        mask: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        layer: LayerAttention,
     ) -> Tensor:
         """Attend over the rows of a bucket; -> [rows * Q, heads, dim]."""
         (rows, width, seen), kv_heads = bucket.shape, keys.shape[1]
@@ -80,27 +91,59 @@ class AttentionPlan:
         q = chosen.reshape(rows, width, kv_heads, -1, query.shape[2]).permute(0, 2, 3, 1, 4).flatten(2, 3)
         k = keys.index_select(0, bucket.kv_slots).view(rows, seen, kv_heads, -1).transpose(1, 2)
         v = values.index_select(0, bucket.kv_slots).view(rows, seen, kv_heads, -1).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=scale)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        if layer.needs_scores:
+            out = _attend_by_scores(q, k, v, scale, mask, layer)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         out = out.view(rows, kv_heads, -1, width, out.shape[3]).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * width, query.shape[1], -1)
 
-    def _additive_masks(self, query: Tensor, groups: int) -> list[Tensor]:
+    def _additive_masks(self, query: Tensor, groups: int, window: int | None) -> list[Tensor]:
         """Return masks [rows, 1, groups * Q, S] with 0 where visible and -inf elsewhere."""
-        if self._additive is None:
-            self._additive = [self._additive_mask(bucket, query, groups) for bucket in self.buckets]
-        return self._additive
+        if window not in self._additive:
+            self._additive[window] = [self._additive_mask(bucket, query, groups, window) for bucket in self.buckets]
+        return self._additive[window]
 
     @staticmethod
-    def _additive_mask(bucket: Bucket, query: Tensor, groups: int) -> Tensor:
+    def _additive_mask(bucket: Bucket, query: Tensor, groups: int, window: int | None) -> Tensor:
         rows, width, keys = bucket.shape
+        visible = bucket.mask if window is None or keys <= window else last_seen(bucket.mask, window)
         zeros = torch.zeros(rows, width, keys, dtype=query.dtype, device=query.device)
-        mask = zeros.masked_fill_(~bucket.mask, float("-inf"))
+        mask = zeros.masked_fill_(~visible, float("-inf"))
         return mask[:, None, None].expand(rows, 1, groups, width, keys).reshape(rows, 1, groups * width, keys)
+
+
+def _as_compiled(
+    layer: LayerAttention, query: Tensor
+) -> tuple[int | None, float | None, npt.NDArray[np.floating] | None]:
+    """Return window, soft cap and sinks as the compiled loop takes them."""
+    if layer is FULL:
+        return None, None, None
+    none = torch.full(query.shape[1:2], float("-inf"))
+    sinks = none if layer.sinks is None else layer.sinks.detach()
+    return layer.window or _ALL, layer.softcap or 0.0, sinks.to(query.dtype).numpy()
+
+
+def _attend_by_scores(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor, layer: LayerAttention
+) -> Tensor:
+    """As torch's attention, [rows, kv_heads, groups * Q, dim], some queries at a time: scores of a long prompt are many."""
+    (_, kv_heads, width, _), sinks = query.shape, layer.sinks
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(kv_heads * width // len(sinks)).view(1, kv_heads, width, 1)
+    found = []
+    for start in range(0, width, _MOST_SCORED):
+        part = slice(start, start + _MOST_SCORED)
+        own = None if sinks is None else sinks[:, :, part]
+        arrays = (query[:, :, part], keys, values)
+        found.append(attend_by_scores(*arrays, scale, mask=mask[:, :, part], softcap=layer.softcap, sinks=own))
+    return torch.cat(found, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """The attention of a pass by a `TileLayout` whose arrays are on the device."""
+    """The attention of a pass by a `TileLayout` whose arrays are on the device. No row of it is longer than a layer's window."""
 
     tiles: Tensor
     seen: Tensor
@@ -108,7 +151,7 @@ class TilePlan:
     kv_slots: Tensor
     most: int
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """As `AttentionPlan.attend`."""
         from rhymerl.engine.triton_attention import attend
 
@@ -135,8 +178,8 @@ class ComparedPlan:
         self.plan = plan
         return self
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As `AttentionPlan.attend`."""
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
+        """As `AttentionPlan.attend`, but that a window hides nothing."""
         assert self.plan is not None
         expected, found = (each.attend(query, keys, values, scale) for each in (self.plan, self.tiles))
         difference = ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
@@ -154,13 +197,17 @@ def packed_attention(
     dropout: float = 0.0,
     *,
     rhymerl_plan: AttentionPlan,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`AttentionPlan.attend` as transformers calls it: query [1, heads, N, dim] -> [1, N, heads, dim]."""
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise TypeError(f"this model's attention uses {name}, which a token tree would silently break")
-    output = rhymerl_plan.attend(query[0].transpose(0, 1), key, value, scaling or query.shape[3] ** -0.5)
+    layer = LayerAttention.of(sliding_window, softcap, s_aux)
+    output = rhymerl_plan.attend(query[0].transpose(0, 1), key, value, scaling or query.shape[3] ** -0.5, layer)
     return output[None], None
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rhymerl.engine.attention import AttentionPlan, ComparedPlan, TilePlan
 from rhymerl.engine.fused import add_rms_norm, rms_norm, rotate_and_store
 from rhymerl.engine.kv_store import KVStore, LayerStore
+from rhymerl.models.attention import LayerAttention
 from rhymerl.models.logits import num_tokens
 
 # Their layers are: normalise, attend with rotary embedding, add; normalise, gated MLP, add.
@@ -100,6 +101,9 @@ class _Layer:
         self.store = store
         self.dim: int = attention.head_dim
         self.scale: float = attention.scaling
+        # Mistral has one for all layers, in its config.
+        owner = attention if hasattr(attention, "sliding_window") else attention.config
+        self.attention = LayerAttention.of(getattr(owner, "sliding_window", None), None, None)
         self.attention_norm, self.mlp_norm = _Norm.of(layer.input_layernorm), _Norm.of(layer.post_attention_layernorm)
         self.query_norm, self.key_norm = (
             _Norm.of(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
@@ -128,6 +132,8 @@ class DirectForward:
         self._store = store
         self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, _Norm.of(body.norm)
         self._layers = [_Layer(*each) for each in zip(body.layers, store.stores, strict=True)]
+        windows = (each.attention.window for each in self._layers)
+        self.window = min((each for each in windows if each is not None), default=None)  # the shortest; None = all full
         self.head = _Projection.of(model.lm_head, num_tokens(model))
         self._projections = [self.head, *(each for layer in self._layers for each in layer.projections)]
 
@@ -149,7 +155,7 @@ class DirectForward:
                 project(normed).view(len(normed), -1, layer.dim) for project in (layer.query, layer.key, layer.value)
             )
             query = self._turned_and_stored(layer, query, key, value, cos[0], sin[0])
-            seen = plan.attend(query, layer.store.keys, layer.store.values, layer.scale)
+            seen = plan.attend(query, layer.store.keys, layer.store.values, layer.scale, layer.attention)
             change = layer.output(seen.flatten(1))
             change = layer.mlp(self._normalised(layer.mlp_norm, hidden, change))
         return self._normalised(self._norm, hidden, change)

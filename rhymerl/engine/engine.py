@@ -200,8 +200,9 @@ class Engine:
         emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
         spare = min(free.num_free, self.max_pass_tokens) - int(chain.sum())
         drafts = self.drafting.ask(row[emits], spare=spare, num_waiting=self.admission.num_waiting)
-        in_place, tile_tokens = self.kv.is_readable_in_place, self.forward.tile_tokens
-        return lay_out_pass(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=tile_tokens)
+        forward, in_place = self.forward, self.kv.is_readable_in_place
+        tiles, window = forward.tile_tokens, forward.window
+        return lay_out_pass(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=tiles, window=window)
 
     def _run_pass(self, layout: PassLayout) -> Sampler:
         """Compute the pass; returns what draws from its logits."""

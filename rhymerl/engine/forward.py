@@ -25,6 +25,7 @@ from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
 from rhymerl.engine.tiles import TileLayout, tile
+from rhymerl.models.attention import narrowed
 from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logits import num_tokens
 
@@ -118,6 +119,11 @@ class Forward:
         return self._tile_tokens if self._is_tiled else None
 
     @property
+    def window(self) -> int | None:
+        """Return the longest row of which attention by tiles is that of the model: the shortest window of a layer; None = any."""
+        return self._direct.window if self._direct is not None else None
+
+    @property
     def _is_tiled(self) -> bool:
         return self._tile_tokens is not None and self._direct is not None
 
@@ -198,7 +204,8 @@ class Forward:
 
     def _compare(self, kind: type[DirectForward]) -> bool:
         """Return whether two prompts with draft trees get equal log-probs directly and by transformers; warn if not."""
-        by_transformers, directly = (self._logprobs_of_example(each) for each in (None, kind))
+        with narrowed(self.model):
+            by_transformers, directly = (self._logprobs_of_example(each) for each in (None, kind))
         difference = (by_transformers - directly).abs().max().item()
         most = _SHARE[self._product_dtype()] * by_transformers.abs().max().item()
         if not difference <= most:
@@ -241,6 +248,12 @@ class Forward:
                 f"(at most {most:.2g}); torch's is used, which takes longer"
             )
             return None
+        if (window := kind(self.model, self.store).window) is not None:
+            _log.warning(
+                "%s: the GPU's kernel for attention has no windows; passes with a row of more than %d tokens use torch's, "
+                "which takes longer",
+                *(name, window),
+            )
         return tile_tokens
 
     def _difference_of_tiles(self, kind: type[DirectForward], most: int) -> float:

@@ -67,7 +67,7 @@ class LayerStore(CacheLayerMixin):
         self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
         self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True
-        self.is_readable_in_place = all(
+        self.is_readable_in_place = self.keys.shape == self.values.shape and all(
             inputs.on_host(each.device) and each.dtype in (torch.float32, torch.float64)
             for each in (self.keys, self.values)
         )

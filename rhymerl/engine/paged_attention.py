@@ -128,6 +128,23 @@ def _exp_single(
 
 
 @compiled
+def _last_seen(visible: SlotArray, leading: int, count: int, window: int) -> int:
+    """Keep the `window` keys of the last positions: of `leading` ones in order, and of a node and its ancestors in reverse; returns how many there are."""
+    first = min(leading, max(0, count - window))
+    if first:
+        for j in range(first, count):
+            visible[j - first] = visible[j]
+    return min(count - first, window)
+
+
+@compiled
+def _cap(weights: FloatingArray, count: int, softcap: float) -> None:
+    """weights = softcap * tanh(weights / softcap)."""
+    for j in range(count if softcap > 0 else 0):
+        weights[j] = softcap * math.tanh(weights[j] / softcap)
+
+
+@compiled
 def attend(
     query: FloatingArray,
     keys: FloatingArray,
@@ -138,19 +155,24 @@ def attend(
     parent: IndexArray,
     slot: IndexArray,
     scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: FloatingArray | None,
     out: FloatingArray,
 ) -> None:
     """Write out = softmax(scale * query @ keys) @ values.
 
-    Query and out are [N, heads, dim], keys and values [slots, kv_heads, dim].
+    Query and out are [N, heads, dim], keys and values [slots, kv_heads, dim]. `window`, `softcap` and `sinks` are those
+    of a `LayerAttention`: all of them, or None, for which nothing is compiled. No window is one of all keys, no cap is
+    0, and no sink is one of -inf.
     """
     num_tokens, num_heads, dim = query.shape
     groups = num_heads // keys.shape[1]
     longest = num_tokens
     for n in range(num_tokens):
         longest = max(longest, seen[n] + num_tokens)
-    visible, weights = np.empty(longest, np.uint64), np.empty(longest, query.dtype)
-    exponent = np.empty(longest, np.int32)
+    visible, weights = np.empty(longest, np.uint64), np.empty(longest + 1, query.dtype)
+    exponent = np.empty(longest + 1, np.int32)
     power = exponent.view(np.float32)
     # Whole arrays and local buffers, no slices: a slice costs more than what is done with it.
     q, total = np.empty(dim, query.dtype), np.empty(dim, query.dtype)
@@ -165,13 +187,21 @@ def attend(
             visible[count] = slot[node]
             count += 1
             node = parent[node]
+        if window is not None:
+            count = _last_seen(visible, seen[n], count, window)
         for head in range(num_heads):
             kv = head // groups
             for d in range(dim):
                 q[d] = query[n, head, d] * scale
                 total[d] = 0
             _score(q, keys, kv, visible, count, weights)
-            norm = _exp_single(weights, count, exponent, power) if query.itemsize == 4 else _exp(weights, count)
+            if softcap is not None:
+                _cap(weights, count, softcap)
+            scores = count
+            if sinks is not None:
+                weights[count] = sinks[head]
+                scores += 1
+            norm = _exp_single(weights, scores, exponent, power) if query.itemsize == 4 else _exp(weights, scores)
             _mix(weights, values, kv, visible, count, total)
             for d in range(dim):
                 out[n, head, d] = total[d] / norm

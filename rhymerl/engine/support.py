@@ -10,16 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
+from rhymerl.models.attention import narrowed
 from rhymerl.models.policy import context_tokens, evaluating, named, refusing
 from rhymerl.models.precision import computing_in
-from rhymerl.models.proof import more_than_full_attention
+from rhymerl.models.proof import other_attention
 from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
 # Largest difference of log-probs between a packed tree pass and the model's own forward, as a share of how far the
 # log-probs after two paths are apart: a model at its first weights says little, a sharp one a lot.
 _SHARE = {torch.float64: 1e-7, torch.float32: 1e-3}
-_NEEDED = "a decoder with full attention in every layer is needed (Qwen2, Qwen3, Llama, ...)"
+_NEEDED = "a decoder with attention, full or over a window, in every layer is needed (Qwen2, Qwen3, Llama, Gemma, Mistral, ...)"
 
 
 def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None) -> None:
@@ -29,7 +30,7 @@ def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None
     """
     longest = context_tokens(model.config.get_text_config()) if longest_tokens is None else longest_tokens
     refuse_changing_rope(model, longest)
-    if reason := more_than_full_attention(model, longest):
+    if reason := other_attention(model):
         raise ConfigError(f"{_cannot_run(model)}, because {reason}; {_NEEDED}")
 
 
@@ -42,8 +43,13 @@ def prove_engine(model: PreTrainedModel) -> None:
 
     Raises ConfigError when they differ (some part of this model reads more than the tokens on its own path), and when
     the model cannot be run in such a pass at all. What float32 does not tell from rounding is computed again in
-    float64.
+    float64. A window that a sequence of the model's context reaches is narrowed so that it shows.
     """
+    with narrowed(model, context_tokens(model.config.get_text_config())):
+        _prove_engine(model)
+
+
+def _prove_engine(model: PreTrainedModel) -> None:
     difference, most = _difference(model, torch.float32)
     if not difference <= most:
         with suppress(ConfigError):  # not every layer can be computed in float64

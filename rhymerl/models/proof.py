@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
+from rhymerl.models.attention import narrowed
 from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import computing_in
@@ -57,26 +58,12 @@ def _prove_update(model: PreTrainedModel, dtype: torch.dtype) -> None:
         forget_passes(model)
 
 
-def more_than_full_attention(model: PreTrainedModel, longest_tokens: int) -> str | None:
-    """Return why attention of our own would silently be another than this model's; None where it is not.
-
-    A window that is no shorter than the longest sequence that will come hides nothing.
-    """
+def other_attention(model: PreTrainedModel) -> str | None:
+    """Return why attention of our own (see models/attention.py) would silently be another than this model's; None where it is not."""
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    fits = window is not None and window >= longest_tokens
-    kinds = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        *(["sliding_attention"] if fits else []),
-    }
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
-        f"a window of {window} tokens in its {'sliding_attention layers' if kinds else 'attention'} hides a part of the "
-        f"longest prompt and its answer, {longest_tokens} tokens (at most {window} would do)": window is not None
-        and not fits
-        and kinds <= {"sliding_attention"},
         f"it has {', '.join(sorted(kinds))} layers": bool(kinds),
-        "its attention scores are soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
-        "its attention has sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
         "it is an encoder-decoder": bool(config.is_encoder_decoder),
         "it does not use transformers' attention interface": not model._supports_attention_backend,
     }
@@ -88,9 +75,10 @@ def prove_sharing(body: PreTrainedModel, longest_tokens: int, *, model: PreTrain
 
     What float32 does not tell from rounding, which sharp and deep models magnify, is computed again in float64.
     """
-    if reason := more_than_full_attention(body, longest_tokens):
+    if reason := other_attention(body):
         return reason
-    return _shared_otherwise(body, model, torch.float32) and _shared_otherwise(body, model, torch.float64)
+    with narrowed(body, longest_tokens):
+        return _shared_otherwise(body, model, torch.float32) and _shared_otherwise(body, model, torch.float64)
 
 
 def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtype: torch.dtype) -> str | None:

@@ -22,7 +22,7 @@ def attended(dtype: str, *, dim: int, spread: float, seed: int = 0):
     table, slot = order[None, :LEADING], np.append(order[LEADING - 3 : LEADING], order[-4:])
     seen = np.array([LEADING - 2, LEADING - 1, LEADING, LEADING, LEADING, LEADING, LEADING])
     parent, out = np.array([CHAIN, CHAIN, CHAIN, ROOT, 3, 3, 5]), np.zeros((7, HEADS, dim), dtype)
-    attend(query, keys, values, table, np.zeros(7, np.int64), seen, parent, slot, 0.3, out)
+    attend(query, keys, values, table, np.zeros(7, np.int64), seen, parent, slot, 0.3, None, None, None, out)
     above = {3: [3], 4: [3, 4], 5: [3, 5], 6: [3, 5, 6]}
     expected = np.empty((7, HEADS, dim))
     for n in range(7):

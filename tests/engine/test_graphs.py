@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from rhymerl.engine.rows import Rows
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same
+from tests.models.windowed import windowed_model
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -107,6 +109,27 @@ def test_a_draft_of_too_many_nodes_goes_the_other_way():
     layout = lay_out_pass(rows, row, rows.length[row], np.arange(len(row)), drafts, tile_tokens=lambda widest: 8)
     assert layout.tiles is None
     assert layout.buckets
+
+
+def test_rows_that_are_longer_than_a_window_go_the_other_way(request, caplog):
+    """The kernel has no windows; a pass whose rows are shorter needs none."""
+    model, asked = windowed_model("mistral", sliding_window=24), make_requests(6, prompt_tokens=(3, 12), max_tokens=30)
+    here = answers(SimpleNamespace(model=model), asked, max_running=4)
+    request.getfixturevalue("device")
+    engine, done, tiled = Engine(model, max_running=4, drafter=RandomTreeDrafter()), {}, set()
+    logits = engine.forward.logits
+
+    def watched(layout, also):
+        tiled.add(layout.tiles is not None)
+        return logits(layout, also)
+
+    engine.forward.logits = watched
+    engine.submit(asked)
+    while engine.has_work:
+        done |= {each.request.id: each for each in engine.run()}
+    assert tiled == {True, False}
+    assert_same(here, done)
+    assert "has no windows; passes with a row of more than 24 tokens use torch's" in caplog.text
 
 
 def test_sizes_of_graphs():

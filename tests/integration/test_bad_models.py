@@ -63,8 +63,6 @@ OWN_CODE = "it brings Python code of its own, which is never run; expected a mod
 MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "longrope": (saved(lambda: tiny_policy("llama", dtype="float32", rope_parameters=LONGROPE)),
                  "its rope is 'longrope', which changes for a whole pass as soon as one sequence is longer than 32 tokens"),
-    "window": (saved(lambda: family("mistral", sliding_window=8)),
-               "(MistralForCausalLM): the embedded backend cannot run it, because a window of 8 tokens in its attention"),
     "nemotron": (saved(lambda: family("nemotron")), "(NemotronForCausalLM): the embedded backend cannot run it"),
     "deepseek": (saved(lambda: family("deepseek_v3", **LATENT)), "(DeepseekV3ForCausalLM): the embedded backend cannot run it"),
     "no tokenizer": (without_tokenizer, "it has no tokenizer (tokenizer.json, ...)"),

@@ -362,8 +362,6 @@ def test_rounding_is_told_from_structure(monkeypatch):
 @pytest.mark.parametrize(
     ("made", "settings", "reason"),
     [
-        ({"model_type": "gemma2"}, {}, "soft-capped"),
-        ({"model_type": "mistral", "sliding_window": 16}, {}, "window of 16 tokens"),
         ({"attention_dropout": 0.1}, {}, "dropout"),
         ({}, {"share_prefixes": False}, None),
     ],

@@ -1,0 +1,56 @@
+"""Small models of families whose layers have windows, soft caps or sinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from tests.models.small import small_model
+
+_EVERY_OTHER = {"layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+# By model type; a prompt is longer than the window.
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "ministral": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 8,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "olmo3": _EVERY_OTHER,
+    "cohere2": {"sliding_window_pattern": 2, "logit_scale": 0.5},
+    "exaone4": {"sliding_window_pattern": 2},
+    "gpt_oss": _EXPERTS,
+}
+
+
+def windowed_model(
+    model_type: str, *, dtype: torch.dtype = torch.float64, sliding_window: int = 4, **settings: Any
+) -> PreTrainedModel:
+    """A model whose distributions are neither flat nor one-hot; its sinks are no zeros."""
+    torch.manual_seed(0)
+    own = {**WINDOWED[model_type], "sliding_window": sliding_window, "max_position_embeddings": 256, **settings}
+    model = small_model(model_type, dtype=dtype, initializer_range=0.3, **own)
+    return model.eval()
+
+
+class InDouble(TorchFunctionMode):
+    """Context in which what is float64 stays so, where transformers goes down to float32: differences would be of that size."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = [torch.float64 if each is torch.float32 else each for each in args]
+            kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
+        return func(*args, **kwargs)
