@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from rhymerl.models.attention import FULL, LayerAttention, attend_by_scores, last_seen
 from rhymerl.models.padding import best_starts
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ class RunBucket:
     read: Tensor  # [B, C + T] flat indices: of the tokens before it, those of its prompt first, padded on the right to C; and of its own
     visible: Tensor  # [B or 1, 1, W, C + E + W] bool: the real ones before it, E own ones that the last block has before it, and the block's up to each one
     width: int  # T
-    _mask: Tensor | None = field(default=None)
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention) -> Tensor:
         """Return what B * T queries read, [B * T, heads, dim], of all keys and values, [L, kv_heads, dim]."""
         q = _in_rows(query, len(self.read))
         k, v = (_for_heads(_at(each, self.read), q) for each in (keys, values))
-        mask = self.mask(q)
+        mask = self.mask(q, layer.window)
         block, before = mask.shape[2], k.shape[2] - self.width
         last = mask.shape[3] - before - block
         found = [
@@ -61,19 +62,21 @@ class RunBucket:
                 k[:, :, : before + start + block],
                 v[:, :, : before + start + block],
                 scale,
+                layer,
                 mask=mask[:, :, : self.width - start, last - start : before + last + self.width - start],
             )
             for start in range(0, self.width, block)
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return (found[0] if len(found) == 1 else torch.cat(found, 1)).flatten(0, 1)
 
-    def mask(self, like: Tensor) -> Tensor:
-        """Return 0 where visible and -inf elsewhere; made once a pass, in the dtype that the first layer brings."""
-        if self._mask is None:
+    def mask(self, like: Tensor, window: int | None) -> Tensor:
+        """Return 0 where visible and -inf elsewhere; made once a pass for each window, in the dtype that the first layer brings."""
+        if window not in self._masks:
             *size, width = self.visible.shape
             zeros = torch.zeros(*size, width + -width % _ALIGNED, dtype=like.dtype, device=like.device)[..., :width]
-            self._mask = zeros.masked_fill_(~self.visible, float("-inf"))
-        return self._mask
+            visible = self.visible if window is None else last_seen(self.visible, window)
+            self._masks[window] = zeros.masked_fill_(~visible, float("-inf"))
+        return self._masks[window]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,15 +88,29 @@ class SharedLayout:
     num_prompts: int
     buckets: Sequence[RunBucket]
     sizes: Sequence[int]  # tokens of all prompts and of each bucket
+    _prompts: RunBucket | None = field(default=None)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """Return attention [1, L, heads, dim] from query [1, heads, L, dim] and key, value [1, kv_heads, L, dim]."""
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
         of_prompts, *of_runs = queries.split(self.sizes)
-        q, k, v = (_in_rows(each[: self.sizes[0]], self.num_prompts) for each in (of_prompts, keys, values))
-        found = [_attend(q, k, v, scale, mask=None)]
-        found += [bucket.attend(part, keys, values, scale) for bucket, part in zip(self.buckets, of_runs, strict=True)]
+        found = [self._attend_prompts(of_prompts, keys, values, scale, layer)]
+        for bucket, part in zip(self.buckets, of_runs, strict=True):
+            found.append(bucket.attend(part, keys, values, scale, layer))
         return torch.cat(found)[None]
+
+    def _attend_prompts(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention
+    ) -> Tensor:
+        """Prompts of full attention need no mask; others are runs before which there is nothing."""
+        if layer is FULL:
+            q, k, v = (_in_rows(each[: self.sizes[0]], self.num_prompts) for each in (query, keys, values))
+            return _attend(q, k, v, scale, FULL, mask=None).flatten(0, 1)
+        if self._prompts is None:
+            width = self.sizes[0] // self.num_prompts
+            nothing = [np.empty(0, np.int64)] * self.num_prompts
+            self._prompts = _bucket(nothing, width * np.arange(self.num_prompts), width, query.device)
+        return self._prompts.attend(query, keys, values, scale, layer)
 
 
 def _in_rows(tokens: Tensor, count: int) -> Tensor:
@@ -118,13 +135,21 @@ def _for_heads(keys: Tensor, query: Tensor) -> Tensor:
     return keys
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Tensor | None) -> Tensor:
-    """Attend by `mask`, without one causally: [rows, heads, T, dim] -> [rows * T, heads, dim]."""
-    is_grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
-    )
-    return out.transpose(1, 2).flatten(0, 1)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, layer: LayerAttention, *, mask: Tensor | None
+) -> Tensor:
+    """Attend by `mask`, without one causally: [rows, heads, T, dim] -> [rows, T, heads, dim]."""
+    groups = query.shape[1] // key.shape[1]
+    if layer.needs_scores:
+        assert mask is not None
+        k, v = (each.repeat_interleave(groups, 1) for each in (key, value))
+        sinks = None if layer.sinks is None else layer.sinks[:, None, None]
+        out = attend_by_scores(query, k, v, scale, mask=mask, softcap=layer.softcap, sinks=sinks)
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
+        )
+    return out.transpose(1, 2)
 
 
 def of_one_prompt(prompts: Sequence[IntArray]) -> list[list[int]]:
@@ -255,7 +280,7 @@ def _bucket(before: Sequence[IndexArray], starts: IndexArray, width: int, device
     """Return a bucket of runs with the flat indices of the tokens `before` each, and that of its first own."""
     lengths = [len(each) for each in before]
     widest = max(lengths)
-    read = np.concatenate([_padded(before, widest).reshape(-1, widest), starts[:, None] + np.arange(width)], 1)
+    read = np.concatenate([_padded(before, widest).reshape(len(before), widest), starts[:, None] + np.arange(width)], 1)
     seen = torch.tensor(lengths[:1] if min(lengths) == widest else lengths, device=device)
     of_others = torch.arange(widest, device=device) < seen[:, None, None, None]
     block = min(width, _BLOCK)
@@ -275,10 +300,14 @@ def shared_attention(
     dropout: float = 0.0,
     *,
     rhymerl_shared: SharedLayout,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`SharedLayout.attend` as transformers calls it."""
-    return rhymerl_shared.attend(query, key, value, scaling or query.shape[3] ** -0.5), None
+    layer = LayerAttention.of(sliding_window, softcap, s_aux)
+    return rhymerl_shared.attend(query, key, value, scaling or query.shape[3] ** -0.5, layer), None
 
 
 AttentionInterface.register(NAME, shared_attention)
