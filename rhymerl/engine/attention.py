@@ -128,7 +128,7 @@ def _as_compiled(
 def _attend_by_scores(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor, layer: LayerAttention
 ) -> Tensor:
-    """As torch's attention, [rows, kv_heads, groups * Q, dim], some queries at a time: scores of a long prompt are many."""
+    """Attend as torch does, [rows, kv_heads, groups * Q, dim], with the scores of some queries at a time."""
     (_, kv_heads, width, _), sinks = query.shape, layer.sinks
     if sinks is not None:
         sinks = sinks.repeat_interleave(kv_heads * width // len(sinks)).view(1, kv_heads, width, 1)
@@ -143,7 +143,7 @@ def _attend_by_scores(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """The attention of a pass by a `TileLayout` whose arrays are on the device. No row of it is longer than a layer's window."""
+    """The attention of a pass by a `TileLayout` on the device. No row is longer than a layer's window."""
 
     tiles: Tensor
     seen: Tensor

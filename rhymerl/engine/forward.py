@@ -120,7 +120,7 @@ class Forward:
 
     @property
     def window(self) -> int | None:
-        """Return the longest row of which attention by tiles is that of the model: the shortest window of a layer; None = any."""
+        """Return the shortest window of a layer, the longest row that tiles may have; None where all are full."""
         return self._direct.window if self._direct is not None else None
 
     @property

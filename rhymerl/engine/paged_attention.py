@@ -129,7 +129,10 @@ def _exp_single(
 
 @compiled
 def _last_seen(visible: SlotArray, leading: int, count: int, window: int) -> int:
-    """Keep the `window` keys of the last positions: of `leading` ones in order, and of a node and its ancestors in reverse; returns how many there are."""
+    """Keep the `window` keys of the last positions and return their number.
+
+    `leading` keys stand in order; a node and its ancestors follow in reverse.
+    """
     first = min(leading, max(0, count - window))
     if first:
         for j in range(first, count):

@@ -20,7 +20,7 @@ from rhymerl.types import RolloutRequest
 # Largest difference of log-probs between a packed tree pass and the model's own forward, as a share of how far the
 # log-probs after two paths are apart: a model at its first weights says little, a sharp one a lot.
 _SHARE = {torch.float64: 1e-7, torch.float32: 1e-3}
-_NEEDED = "a decoder with attention, full or over a window, in every layer is needed (Qwen2, Qwen3, Llama, Gemma, Mistral, ...)"
+_NEEDED = "a decoder with attention in every layer is needed (Qwen2, Qwen3, Llama, Gemma, Mistral, ...)"
 
 
 def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None) -> None:

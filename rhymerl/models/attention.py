@@ -1,7 +1,7 @@
 """What a layer needs of attention beside the causal mask: a window, scores that are soft-capped, sinks.
 
-Nothing is read from a model's config. Each layer says what it needs when it calls transformers' attention interface, and
-proofs compare that with the model's own forward.
+Nothing is read from a model's config. Each layer says what it needs when it calls transformers' attention interface,
+and proofs compare that with the model's own forward.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def attend_by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with scores written out: [..., Q, dim], [..., S, dim] -> [..., Q, dim]; masks and sinks are as [..., Q, S] and [..., Q, 1]."""
+    """Attend with scores written out: [..., Q, dim], [..., S, dim] -> [..., Q, dim].
+
+    Masks and sinks can be expanded to [..., Q, S] and [..., Q, 1].
+    """
     scores = (query * scale) @ key.transpose(-1, -2)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
@@ -75,9 +78,10 @@ def attend_by_scores(
 
 @contextmanager
 def narrowed(model: PreTrainedModel, longest_tokens: float = math.inf) -> Iterator[None]:
-    """Context in which a model's window is so narrow that it shows in a short sequence; unchanged where none of `longest_tokens` reaches it.
+    """Context in which a model's window is so narrow that it shows in a short sequence.
 
-    Its own masks and its layers follow the config and the modules. A model in which only some of these do is found out.
+    A window that `longest_tokens` do not reach stays as it is. The model's own masks and its layers follow the config
+    and the modules. A model in which only some of these do is found out.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)

@@ -59,7 +59,7 @@ def _prove_update(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def other_attention(model: PreTrainedModel) -> str | None:
-    """Return why attention of our own (see models/attention.py) would silently be another than this model's; None where it is not."""
+    """Return why attention of our own (models/attention.py) would silently be another than this model's, or None."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {

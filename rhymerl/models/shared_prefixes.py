@@ -70,7 +70,7 @@ class RunBucket:
         return (found[0] if len(found) == 1 else torch.cat(found, 1)).flatten(0, 1)
 
     def mask(self, like: Tensor, window: int | None) -> Tensor:
-        """Return 0 where visible and -inf elsewhere; made once a pass for each window, in the dtype that the first layer brings."""
+        """Return 0 where visible and -inf elsewhere; made once a pass for each window, in the first layer's dtype."""
         if window not in self._masks:
             *size, width = self.visible.shape
             zeros = torch.zeros(*size, width + -width % _ALIGNED, dtype=like.dtype, device=like.device)[..., :width]

@@ -1,4 +1,4 @@
-"""Layers with windows, soft caps and sinks: the engine's log-probs are transformers' own, whatever is drafted, shared or kept."""
+"""Layers with windows, soft caps and sinks: log-probs are transformers' own, whatever is drafted, shared or kept."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain_answers(family: str) -> dict[str, Completion]:
 
 
 def random_pass(seed: int, *, compiled: bool) -> tuple[PassLayout, dict[int, list[tuple[int, int]]]]:
-    """Return a pass of a prefix and of rows with trees below them, and the (position, slot) that each token sees, in full."""
+    """Return a pass of a prefix and of rows with trees, and the (position, slot) that each token sees in full."""
     source = np.random.default_rng(seed)
     rows = Rows(8, 200, SlotPool(900))
     rows.pool.give(source.permutation(rows.pool.take(900)))

@@ -44,7 +44,7 @@ def windowed_model(
 
 
 class InDouble(TorchFunctionMode):
-    """Context in which what is float64 stays so, where transformers goes down to float32: differences would be of that size."""
+    """Context in which float64 stays so where transformers goes down to float32, whose rounding would show."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
