@@ -86,7 +86,7 @@ class Environment(ABC):
         """
 
     def memory_key(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> object:
-        """Return what the reply to the last of `turns` follows from, as data that can be pickled; asked only where it `is_pure`.
+        """Return what the reply to the last of `turns` follows from, as picklable data; asked only where it `is_pure`.
 
         Equal keys share a reply, whichever episode asks. By default they are equal rows with equal transcripts. Called
         in the process of the worker, so it has to be quick.
