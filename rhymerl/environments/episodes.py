@@ -58,7 +58,7 @@ class Episodes:
         self._encoder = encoder
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
-        self._waits_for_all = lockstep
+        self.lockstep = lockstep  # all replies are waited for, even where there is something to decode
         self._warned: set[FinishReason] = set()
         self._decode = decode
         self._context_tokens = context_tokens
@@ -113,9 +113,9 @@ class Episodes:
         In lockstep all replies are waited for, so that nothing follows the clock.
         """
         replied = self._pool.replied(timeout_s)
-        while self._waits_for_all and len(replied) < len(self._waiting):
+        while self.lockstep and len(replied) < len(self._waiting):
             replied += self._pool.replied(None)
-        if self._waits_for_all:
+        if self.lockstep:
             replied.sort(key=lambda each: each.episode)
         return [(each.episode, self._behind(self._waiting.pop(each.episode), each)) for each in replied]
 

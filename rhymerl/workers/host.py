@@ -260,7 +260,7 @@ class Host:
         is_idle = not self.is_running and not any(map(self._may_run, self._jobs.values()))
         started = time.perf_counter()
         replied = self._episodes.replied(timeout_s if is_idle else 0.0)
-        if is_idle:
+        if is_idle or self._episodes.lockstep:
             self._note("environment", min(job.priority for job in self._jobs.values() if job.awaits_reply), started)
         for name, output in replied:
             self._is_settled = False
