@@ -165,9 +165,8 @@ def _idle_share(recent: Recent) -> float | None:
 
 def _awaits_replies(recent: Recent, idle: float) -> bool:
     """Return whether workers waited for their environments in most of the time without work."""
-    of_work = (
-        recent.mean("environment/idle_frac") or 0.0
-    )  # of the time in which they decoded, or waited for these alone
+    # Of the time in which they decoded, or waited for these alone.
+    of_work = recent.mean("environment/idle_frac") or 0.0
     return of_work * (1 - idle) > (1 - of_work) * idle / 2
 
 

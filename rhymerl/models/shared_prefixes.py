@@ -52,7 +52,7 @@ class RunBucket:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention) -> Tensor:
         """Return what B * T queries read, [B * T, heads, dim], of all keys and values, [L, kv_heads, dim]."""
         q = _in_rows(query, len(self.read))
-        k, v = (_for_heads(_at(each, self.read), q) for each in (keys, values))
+        k, v = (_for_heads(_at(each, self.read), q, layer) for each in (keys, values))
         mask = self.mask(q, layer.window)
         block, before = mask.shape[2], k.shape[2] - self.width
         last = mask.shape[3] - before - block
@@ -128,9 +128,10 @@ def at(rows: Tensor, indices: Tensor) -> Tensor:
     return F.embedding(indices, rows)
 
 
-def _for_heads(keys: Tensor, query: Tensor) -> Tensor:
+def _for_heads(keys: Tensor, query: Tensor, layer: LayerAttention) -> Tensor:
     """Return keys or values, [rows, kv_heads, S, dim], for a masked attention of these queries."""
-    if query.device.type in _WITHOUT_GROUPS and query.shape[1] != keys.shape[1]:
+    needs_all = layer.needs_scores or query.device.type in _WITHOUT_GROUPS
+    if needs_all and query.shape[1] != keys.shape[1]:
         return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
     return keys
 
@@ -139,15 +140,14 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, layer: LayerAttention, *, mask: Tensor | None
 ) -> Tensor:
     """Attend by `mask`, without one causally: [rows, heads, T, dim] -> [rows, T, heads, dim]."""
-    groups = query.shape[1] // key.shape[1]
     if layer.needs_scores:
         assert mask is not None
-        k, v = (each.repeat_interleave(groups, 1) for each in (key, value))
         sinks = None if layer.sinks is None else layer.sinks[:, None, None]
-        out = attend_by_scores(query, k, v, scale, mask=mask, softcap=layer.softcap, sinks=sinks)
+        out = attend_by_scores(query, key, value, scale, mask=mask, softcap=layer.softcap, sinks=sinks)
     else:
+        is_grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
         )
     return out.transpose(1, 2)
 

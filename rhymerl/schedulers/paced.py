@@ -65,10 +65,8 @@ class PacedScheduler(ReleaseAwareScheduler):
             totals=[0.0, *accumulate(piece.total for piece in pieces)],
             counts=[0, *accumulate(len(piece.requests) for piece in pieces)],
         )
-        low, high = (
-            float(free.min()),
-            float(free.max()) + self._enough(max([limit, *table.tails[:1]]), table.totals[-1]),
-        )
+        longest = max([limit, *table.tails[:1]])
+        low, high = float(free.min()), float(free.max()) + self._enough(longest, table.totals[-1])
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             fits = self._fill(table, free.tolist(), middle)[-1] == len(pieces)
