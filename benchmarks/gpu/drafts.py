@@ -1,8 +1,8 @@
 """Tokens a second of the embedded engine without drafts and with drafts from two epochs of answers to the same prompts.
 
-Both modes answer the same requests after a round that is not counted. `equal_answers` is the share of answers that are
-those without drafts, token for token: all of them in float64, and fewer in bfloat16, where passes of other shapes are
-rounded in other ways.
+Both modes answer the same requests after rounds that are not counted, in which CUDA graphs are captured.
+`equal_answers` is the share of answers that are those without drafts, token for token: all of them in float64, and
+fewer in bfloat16, where passes of other shapes are rounded in other ways.
 
     python -m benchmarks.gpu.drafts --running 8 32 128
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,9 +26,10 @@ from rhymerl.engine.engine import Engine
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
-from rhymerl.types import Completion, RolloutRequest
+from rhymerl.types import Completion
 
 EPOCHS = 2
+ROUNDS = ("first", "second", "third", "measured")  # an engine captures a graph where a pass has another number of tokens
 DRAFTERS: Mapping[str, type[Drafter]] = {"none": NoDrafter, "history_tree": HistoryTreeDrafter}
 
 
@@ -47,8 +49,7 @@ class Rollouts:
         self.plain: dict[int, list[Completion]] = {}  # without drafts, by running requests
 
     def measure(self, running: int, mode: str) -> dict[str, Any]:
-        for name in ("warm-up", "measured"):
-            done, seconds, totals = self.answered(requests(self.policy, running, self.arguments, name), mode)
+        done, seconds, totals = self.answered(running, mode)
         if mode == "none":
             self.plain[running] = done
         plain = self.plain.get(running)  # not there where its row is from before
@@ -62,15 +63,18 @@ class Rollouts:
             **equal,
         }
 
-    def answered(self, asked: Sequence[RolloutRequest], mode: str) -> tuple[list[Completion], float, EngineTotals]:
-        """Return the answers, seconds and totals of a new engine, whose drafter knows only the history."""
+    def answered(self, running: int, mode: str) -> tuple[list[Completion], float, EngineTotals]:
+        """Return the answers, seconds and totals of the last round; in each the drafter knows only the history."""
         with closing(DRAFTERS[mode]()) as drafter:
-            drafter.follow(self.history.snapshot())
             budget = FixedBudget(self.arguments.nodes)
-            engine = Engine(self.policy.model, drafter=drafter, budget=budget, max_running=len(asked))
-            began = time.perf_counter()
-            done = answers(engine, asked)
-            return done, time.perf_counter() - began, engine.totals
+            engine = Engine(self.policy.model, drafter=drafter, budget=budget, max_running=running)
+            for name in ROUNDS:
+                asked = requests(self.policy, running, self.arguments, name)
+                drafter.follow(self.history.snapshot())
+                before, began = replace(engine.totals), time.perf_counter()
+                done = answers(engine, asked)
+                seconds = time.perf_counter() - began
+            return done, seconds, engine.totals.minus(before)
 
 
 def share_equal(one: Sequence[Completion], other: Sequence[Completion]) -> float:

@@ -86,6 +86,7 @@ def parts(*, server: Sequence[str] = (), variables: Sequence[str] = ()) -> list[
         *_tables(_asked(server, variables)),
         *_of_the_trainer(),
         _steps(_asked(server, variables)),
+        *_of_the_engine("7B", seconds=(90, 90)),
         *_of_the_engine("1.5B", seconds=(60, 60)),
         _embedded(),
         _costs([*graphs(server), *server], variables),
