@@ -29,7 +29,7 @@ from rhymerl.history.answers import answers_of
 from rhymerl.types import Completion
 
 EPOCHS = 2
-ROUNDS = ("first", "second", "third", "measured")  # an engine captures a graph where a pass has another number of tokens
+ROUNDS = ("first", "second", "third", "measured")  # where passes have other numbers of tokens, graphs are captured
 DRAFTERS: Mapping[str, type[Drafter]] = {"none": NoDrafter, "history_tree": HistoryTreeDrafter}
 
 
