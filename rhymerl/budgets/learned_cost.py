@@ -26,14 +26,14 @@ _CURVE = np.append(_KNOTS, 1e9)  # the last segment has no end
 _WIDTHS = np.diff(_CURVE)
 _NUM_SEGMENTS = len(_KNOTS)
 # Features: 1, the tokens in each segment of the curve, and then these.
-_ROWS, _NODES, _ASKED, _ANY_ASKED, _SEEN = range(_NUM_SEGMENTS + 1, _NUM_SEGMENTS + 6)
-_NUM_FEATURES = _SEEN + 1
+_ROWS, _NODES, _ASKED, _ANY_ASKED, _SEEN, _PROMPT, _ANY_PROMPT = range(_NUM_SEGMENTS + 1, _NUM_SEGMENTS + 8)
+_NUM_FEATURES = _ANY_PROMPT + 1
 # Before the first pass, in whatever unit: nodes are held to be cheap, so that they are tried.
 _GUESS = np.zeros(_NUM_FEATURES)
 _GUESS[: _NUM_SEGMENTS + 1] = 1 / 128
-_GUESS[[0, _ASKED, _ANY_ASKED]] = 1.0, 1 / 512, 1 / 8
+_GUESS[[0, _ASKED, _ANY_ASKED, _PROMPT]] = 1.0, 1 / 512, 1 / 8, 1 / 128
 _TYPICAL = np.zeros(_NUM_FEATURES)  # features of the pass that the guess counts for afterwards
-_TYPICAL[[0, _ASKED, _ANY_ASKED]] = 0.25, 8.0, 0.25
+_TYPICAL[[0, _ASKED, _ANY_ASKED, _PROMPT]] = 0.25, 8.0, 0.25, 0.25
 _TYPICAL[1 : _NUM_SEGMENTS + 1] = 0.25
 _SMOOTH = (
     0.5  # passes that it counts for that a segment's slope is its neighbour's: what has not been seen is like what has
@@ -50,14 +50,15 @@ _LEAST_S = 1e-9
 
 
 class LearnedCost(PassCost):
-    """Learns seconds / pace = curve(tokens) + a rows + b nodes + c asked + [asked > 0] d + e seen.
+    """Learns seconds / pace = curve(rows + nodes) + a rows + b nodes + c asked + [asked > 0] d + e seen
+    + f prompt tokens + [prompt tokens > 0] g.
 
-    It does so by least squares of relative errors, with forgetting. The curve is of all tokens of the pass, prompts
-    included, straight between powers of two and never falling. `seen` are the keys that rows and nodes attend to,
-    summed. The pace is what passes took lately, whichever they were, over what they were expected to take: a machine
-    that slows down does so for passes with drafts and without, also for those that it has not had since. Before the
-    first pass nodes are held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran,
-    or another program) weighs little, as long as that is rare.
+    It does so by least squares of relative errors, with forgetting. The curve is straight between powers of two and
+    never falls. Prompts are not on it: they come with requests that enter, and would make as many nodes seem as dear.
+    `seen` are the keys that rows and nodes attend to, summed. The pace is what passes took lately, whichever they were,
+    over what they were expected to take: a machine that slows down does so for passes with drafts and without, also for
+    those that it has not had since. Before the first pass nodes are held to be cheap, so that they are tried. What
+    takes far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
     """
 
     def __init__(self) -> None:
@@ -96,9 +97,8 @@ class LearnedCost(PassCost):
         seen: FloatArray | IndexArray | None = None,
     ) -> FloatArray:
         """Return the time of passes. Without `seen` each row and node is held to see as much as in the last pass."""
-        logits, weights = rows + np.asarray(nodes, np.float64), self._weights
-        tokens = logits + prompt_tokens
-        sees = self._seen_per_token * logits if seen is None else seen
+        tokens, weights = rows + np.asarray(nodes, np.float64), self._weights
+        sees = self._seen_per_token * tokens if seen is None else seen
         return np.asarray(
             self._pace
             * (
@@ -108,6 +108,8 @@ class LearnedCost(PassCost):
                 + weights[_ASKED] * asked
                 + weights[_ANY_ASKED] * (np.asarray(asked) > 0)
                 + weights[_SEEN] * sees
+                + weights[_PROMPT] * prompt_tokens
+                + weights[_ANY_PROMPT] * (np.asarray(prompt_tokens) > 0)
             )
         )
 
@@ -256,7 +258,7 @@ def _features(
     seen: int | IndexArray,
 ) -> FloatArray:
     """Return the features of a pass, [F], or of many, [P, F]."""
-    tokens = np.asarray(rows + nodes + prompt_tokens, np.float64)
+    tokens = np.asarray(rows + nodes, np.float64)
     features = np.empty((*tokens.shape, _NUM_FEATURES))
     features[..., 0] = 1.0
     segments = features[..., 1 : _NUM_SEGMENTS + 1]
@@ -265,6 +267,7 @@ def _features(
     features[..., _ROWS], features[..., _NODES] = rows, nodes
     features[..., _ASKED], features[..., _ANY_ASKED] = asked, np.greater(asked, 0)
     features[..., _SEEN] = seen
+    features[..., _PROMPT], features[..., _ANY_PROMPT] = prompt_tokens, np.greater(prompt_tokens, 0)
     return features
 
 

@@ -145,7 +145,7 @@ class SpeedupMeter:
         self._cost.observe_all(
             tokens[new],
             np.zeros_like(tokens[new]),
-            prompt_tokens[new],
+            np.zeros_like(tokens[new]),
             seconds[new],
             prompt_tokens=prompt_tokens[new],
             seen=seen[new],
@@ -175,12 +175,9 @@ class SpeedupMeter:
         return bool(self._num_of_kind.min() >= _ENOUGH and self._num_of_kind.sum() >= _LEAST)
 
     def _seconds(self, tokens: IndexArray, prompt_tokens: IndexArray, seen: IndexArray) -> FloatArray:
-        """Return the time of passes through the model.
-
-        One in which prompts are computed does more than its tokens, so these take the place of the requests that a
-        drafter is asked for.
-        """
-        return self._cost.seconds(tokens, np.zeros_like(tokens), prompt_tokens, prompt_tokens=prompt_tokens, seen=seen)
+        """Return the time of passes through the model."""
+        none = np.zeros_like(tokens)
+        return self._cost.seconds(tokens, none, none, prompt_tokens=prompt_tokens, seen=seen)
 
 
 def _ratio(taken: FloatArray, expected: FloatArray, chosen: BoolArray) -> Ratio:

@@ -143,6 +143,21 @@ def test_what_rows_see_is_learned():
         assert cost.seconds(8, np.zeros(1), 0, seen=np.array([seen]))[0] == pytest.approx(1e-3 + 1e-6 * seen, rel=0.1)
 
 
+def test_dear_prompts_do_not_make_nodes_seem_dear():
+    """Most of what is known of large passes is of prompts, as long as only probes have nodes."""
+    cost, rng = LearnedCost(), np.random.default_rng(0)
+    for number in range(600):
+        nodes, asked = ((0, 0), (8, 8), (int(rng.integers(4, 40)), 8))[number % 3]
+        prompts = int(rng.choice([0, 0, 20, 100])) if number else 2000
+        taken = 15e-3 + 35e-6 * nodes + 1e-3 * (asked > 0) + 1e-4 * asked
+        taken += (5e-3 + 150e-6 * prompts) * (prompts > 0)
+        cost.observe(128, nodes, asked, taken * rng.normal(1, 0.05), prompt_tokens=prompts)
+    many = seconds(cost, 128, 1000, asked=8) - seconds(cost, 128, 0, asked=8)
+    assert many < 2 * 35e-3
+    after_prompts = cost.seconds(128, np.zeros(1), 0, prompt_tokens=100)[0] - seconds(cost, 128, 0)
+    assert after_prompts == pytest.approx(20e-3, rel=0.3)
+
+
 def test_many_passes_at_once_teach_what_they_do_one_by_one():
     rng = np.random.default_rng(0)
     rows, nodes = rng.integers(1, 60, 500), rng.integers(0, 100, 500)
