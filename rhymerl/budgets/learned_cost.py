@@ -50,15 +50,15 @@ _LEAST_S = 1e-9
 
 
 class LearnedCost(PassCost):
-    """Learns seconds / pace = curve(rows + nodes) + a rows + b nodes + c asked + [asked > 0] d + e seen
-    + f prompt tokens + [prompt tokens > 0] g.
+    """Learns seconds / pace = curve(rows + nodes) + a rows + b nodes + c asked + d seen + e prompt tokens.
 
-    It does so by least squares of relative errors, with forgetting. The curve is straight between powers of two and
-    never falls. Prompts are not on it: they come with requests that enter, and would make as many nodes seem as dear.
-    `seen` are the keys that rows and nodes attend to, summed. The pace is what passes took lately, whichever they were,
-    over what they were expected to take: a machine that slows down does so for passes with drafts and without, also for
-    those that it has not had since. Before the first pass nodes are held to be cheap, so that they are tried. What
-    takes far longer than expected (a compiler ran, or another program) weighs little, as long as that is rare.
+    For asking at all, and for prompts at all, there is a term each. It does so by least squares of relative errors,
+    with forgetting. The curve is straight between powers of two and never falls. Prompts are not on it: they come with
+    requests that enter, and would make as many nodes seem as dear. `seen` are the keys that rows and nodes attend to,
+    summed. The pace is what passes took lately, whichever they were, over what they were expected to take: a machine
+    that slows down does so for passes with drafts and without, also for those that it has not had since. Before the
+    first pass nodes are held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran,
+    or another program) weighs little, as long as that is rare.
     """
 
     def __init__(self) -> None:
