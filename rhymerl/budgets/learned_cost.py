@@ -35,12 +35,14 @@ _GUESS[[0, _ASKED, _ANY_ASKED, _PROMPT]] = 1.0, 1 / 512, 1 / 8, 1 / 128
 _TYPICAL = np.zeros(_NUM_FEATURES)  # features of the pass that the guess counts for afterwards
 _TYPICAL[[0, _ASKED, _ANY_ASKED, _PROMPT]] = 0.25, 8.0, 0.25, 0.25
 _TYPICAL[1 : _NUM_SEGMENTS + 1] = 0.25
-_SMOOTH = (
-    0.5  # passes that it counts for that a segment's slope is its neighbour's: what has not been seen is like what has
-)
+# Passes that it counts for that a segment's slope is its neighbour's: what has not been seen is like what has.
+_SMOOTH = 0.5
 # Probes alone cannot tell what asking costs in a pass from what it costs for a request; then a pass costs as much as so
 # many of these.
 _REQUESTS_A_PASS = 24
+# Nor what a node costs beside what any token does: nothing, until they show it. If so many cost a pass more, the error
+# is a pass.
+_NODES_A_PASS = 512
 _LARGEST_SURPRISE = 3.0  # times what was expected
 _DOUBT = 0.9  # what is left of all that is known after a larger one: many in a row are another machine
 _LATELY = 0.01  # of the machine's pace, a pass
@@ -277,7 +279,7 @@ def _values(weights: FloatArray) -> FloatArray:
 
 
 def _smoothness(typical_s: float) -> FloatArray:
-    """Return the penalty on what passes have not shown: slopes of neighbours agree, and `_REQUESTS_A_PASS`."""
+    """Return the penalty on what passes have not shown: neighbours' slopes agree; asking and nodes cost as above."""
     products = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
     for segment in range(1, _NUM_SEGMENTS):
         difference = np.zeros(_NUM_FEATURES)
@@ -285,6 +287,7 @@ def _smoothness(typical_s: float) -> FloatArray:
         products += _SMOOTH * np.outer(difference, difference) * (_KNOTS[segment] / typical_s) ** 2
     difference = np.zeros(_NUM_FEATURES)
     difference[_ANY_ASKED], difference[_ASKED] = 1.0, -_REQUESTS_A_PASS
+    products[_NODES, _NODES] += _SMOOTH * (_NODES_A_PASS / typical_s) ** 2
     return products + _SMOOTH * np.outer(difference, difference) / typical_s**2
 
 
