@@ -118,6 +118,9 @@ class PolicyGradient(Algorithm):
         return self.kl_in == "reward" and self.kl_coef > 0
 
     def prepare(self, batch: Batch) -> Batch:
+        # A token whose behaviour log-prob is not finite has no ratio to anything. It leaves before advantages are
+        # computed, so that PPO's reward stands at a token that counts.
+        batch = replace(batch, mask=batch.mask & batch.behaviour_logprobs.isfinite())
         batch = self.with_returns(super().prepare(batch))
         if self.mask_truncated:
             batch = replace(batch, mask=batch.mask & ~batch.is_truncated[:, None])
@@ -131,9 +134,10 @@ class PolicyGradient(Algorithm):
         return batch
 
     def metrics(self, batch: Batch) -> dict[str, float]:
-        if not self._is_in_reward:
-            return {}
-        return {"kl": self._total_kl(batch) / max(1, int(batch.mask.sum())), "kl_coef": self._kl_coef}
+        found = {"sampling/nonfinite_tokens": float((~batch.behaviour_logprobs.isfinite()).sum())}
+        if self._is_in_reward:
+            found |= {"kl": self._total_kl(batch) / max(1, int(batch.mask.sum())), "kl_coef": self._kl_coef}
+        return found
 
     def adapt(self, batch: Batch) -> None:
         """Move the coefficient by at most 2 %, by the divergence in nats an answer: arXiv 1909.08593, section 2.2."""

@@ -18,6 +18,7 @@ Score: TypeAlias = float | Mapping[str, Any] | None  # a mapping has it under `s
 #: `def reward(completions: list[str], *, answer: list[str], **columns) -> list[float]`.
 RewardFn = Callable[..., Score | Awaitable[Score] | list[Score] | Awaitable[list[Score]]]
 Where = Literal["pool", "main", "engine"]
+OnFailure = Literal["default", "drop"]
 _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {  # what a function may name, unless a column has the name
     "prompt": lambda completion: completion.request.prompt.text,
     "token_ids": lambda completion: completion.token_ids.tolist(),
@@ -44,7 +45,8 @@ class Reward:
     The function gets the completion's text, and the row's columns that its signature accepts. It also gets, by name, if
     the row has no such column: `prompt` (its text), `token_ids`, `finish_reason`, and for episodes `turns` (each with
     its `text` and the `reply` to it) and `turn_rewards` (None where the environment gave none). It returns None if it
-    does not apply to this sample. A sample whose call fails gets `default`.
+    does not apply to this sample. A sample whose call fails gets `default`, or with `on_failure="drop"` is treated as
+    one to which the function does not apply.
 
     `where="pool"` runs it in reward processes, with a limit of `timeout_s` a sample; it must be importable by name.
     `"main"` runs it in the trainer's process as soon as a completion finishes. `"engine"` runs it in the process that
@@ -61,6 +63,7 @@ class Reward:
     where: Where
     batch: bool
     default: float
+    on_failure: OnFailure
     timeout_s: float
     arguments: Mapping[str, Any]
     call: RewardFn = field(init=False, repr=False, compare=False)
@@ -76,6 +79,7 @@ class Reward:
         where: Where = "pool",
         batch: bool = False,
         default: float = 0.0,
+        on_failure: OnFailure = "default",
         timeout_s: float = 10.0,
         arguments: Mapping[str, Any] | None = None,  # fixed keyword arguments, which win over columns
     ) -> None:
@@ -87,6 +91,7 @@ class Reward:
             "where": where,
             "batch": batch,
             "default": default,
+            "on_failure": on_failure,
             "timeout_s": timeout_s,
             "arguments": dict(arguments or {}),
         }
@@ -153,6 +158,7 @@ class Reward:
             "where": (self.where in get_args(Where), f"one of {', '.join(get_args(Where))}"),
             "batch": (isinstance(self.batch, bool), "true or false"),
             "default": (is_number(self.default), "a finite number"),
+            "on_failure": (self.on_failure in get_args(OnFailure), f"one of {', '.join(get_args(OnFailure))}"),
             "timeout_s": (is_number(self.timeout_s) and self.timeout_s > 0, "a number of seconds above 0"),
         }
         for key, (holds, words) in allowed.items():

@@ -21,6 +21,7 @@ class Failures:
     num_absent: Mapping[str, int] = field(default_factory=dict)  # calls that did not apply, likewise
     num_unrewarded: int = 0  # samples to which no reward applies
     first: Mapping[str, str] = field(default_factory=dict)  # what the first of them failed with
+    num_dropped: Mapping[str, int] = field(default_factory=dict)  # failed calls that gave no default, by name
 
     def __add__(self, other: Failures) -> Failures:
         return Failures(
@@ -29,6 +30,7 @@ class Failures:
             num_absent=dict(Counter(self.num_absent) + Counter(other.num_absent)),
             num_unrewarded=self.num_unrewarded + other.num_unrewarded,
             first={**other.first, **self.first},
+            num_dropped=dict(Counter(self.num_dropped) + Counter(other.num_dropped)),
         )
 
     def num_calls(self, name: str) -> int:
@@ -38,19 +40,20 @@ class Failures:
     def sentences(self) -> list[str]:
         """Return what to say of each reward that fails more often than now and then, and where none applies."""
         found = [
-            f"rewards.{name} failed in {count / self.num_calls(name):.0%} of its {self.num_calls(name):,} calls, which earned its default "
-            f"instead; the first failed with {self.first[name]}"
+            f"rewards.{name} failed in {count / self.num_calls(name):.0%} of its {self.num_calls(name):,} calls, which earned "
+            f"{'nothing' if name in self.num_dropped else 'its default instead'}; the first failed with {self.first[name]}"
             for name, count in self.num_failed.items()
             if count >= MANY * self.num_calls(name)
         ]
         if self.num_unrewarded and self.num_unrewarded >= MANY * self.num_samples:
-            absent = [
-                f"rewards.{name} returned None for {count / self.num_samples:.0%} of them"
-                for name, count in self.num_absent.items()
+            why = [
+                f"rewards.{name} {what} for {count / self.num_samples:.0%} of them"
+                for what, counts in {"returned None": self.num_absent, "failed": self.num_dropped}.items()
+                for name, count in counts.items()
             ]
             found.append(
                 f"rewards: none applied to {self.num_unrewarded / self.num_samples:.0%} of {self.num_samples:,} answers, which were left out "
-                f"of the update; {', '.join(absent)}"
+                f"of the update; {', '.join(why)}"
             )
         return found
 

@@ -153,10 +153,10 @@ class RewardScorer:
         self._pool.drain(partial(_drop_scored, list(samples.values())))
         absent = Counter(reward.name for sample in samples.values() for reward in self.rewards)
         absent -= Counter(name for sample in samples.values() for name in sample.scores)
-        unrewarded = sum(not sample.scores for sample in samples.values()) if self.rewards else 0
-        self._failures += Failures(num_samples=len(samples), num_absent=dict(absent), num_unrewarded=unrewarded)
         for key, sample in samples.items():
             self._count_failures(key, sample)
+        unrewarded = sum(not sample.scores for sample in samples.values()) if self.rewards else 0
+        self._failures += Failures(num_samples=len(samples), num_absent=dict(absent), num_unrewarded=unrewarded)
         return {key: sample.scores for key, sample in samples.items()}
 
     def metrics(self) -> dict[str, float]:
@@ -197,15 +197,20 @@ class RewardScorer:
         for reward, outcome in sample.failed:
             metric = f"rewards/{reward.name}/{_FAILURES[outcome.kind]}"
             self._num_failed[metric] += 1
-            self._failures += Failures(num_failed={reward.name: 1}, first={reward.name: outcome.message})
+            once, drops = {reward.name: 1}, reward.on_failure == "drop"
+            if drops:
+                del sample.scores[reward.name]
+            self._failures += Failures(
+                num_failed=once, num_dropped=once if drops else {}, first={reward.name: outcome.message}
+            )
             if metric not in self._logged:
                 self._logged.add(metric)
                 _LOG.warning(
-                    "%s: failed on sample %s%s, which gets %g: %s (more of this kind are only counted, as %s)",
+                    "%s: failed on sample %s%s, which gets %s: %s (more of this kind are only counted, as %s)",
                     reward.setting,
                     key,
                     f" ({sample.completion.request.prompt.location})" if sample.completion is not None else "",
-                    reward.default,
+                    "no reward from it" if drops else f"{reward.default:g}",
                     outcome.message,
                     metric,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, stdev
 from typing import Any
 
 from rhymerl.algos import Batch
@@ -11,28 +12,29 @@ from rhymerl.algos import Batch
 def plain_loss(settings: Any, batch: Batch, logprobs: list[list[float]], entropy: list[list[float]]) -> float:
     """Return the loss of the whole mini-batch, for any settings of a PolicyGradient whose divergence is in the loss."""
     total = 0.0
-    num_tokens = int(batch.mask.sum())
+    counted = (batch.mask & batch.behaviour_logprobs.isfinite()).tolist()
+    num_tokens = max(1, sum(map(sum, counted)))
     for i in range(len(batch)):
-        tokens = [t for t in range(batch.mask.shape[1]) if batch.mask[i, t]]
+        tokens = [t for t, counts in enumerate(counted[i]) if counts]
         now = {t: logprobs[i][t] for t in tokens}
         old = {t: float(batch.proximal_logprobs[i, t]) for t in tokens}
         sampled = {t: float(batch.behaviour_logprobs[i, t]) for t in tokens}
-        of_answer = math.exp(sum(now[t] - old[t] for t in tokens) / len(tokens))
-        drift = math.exp(sum(old[t] - sampled[t] for t in tokens))
+        of_answer = plain_ratio(sum(now[t] - old[t] for t in tokens) / max(1, len(tokens)))
+        drift = plain_ratio(sum(old[t] - sampled[t] for t in tokens))
         losses = []
         for t in tokens:
-            ratio = math.exp(now[t] - old[t]) if settings.ratio_level == "token" else of_answer
+            ratio = plain_ratio(now[t] - old[t]) if settings.ratio_level == "token" else of_answer
             advantage = float(batch.advantages[i, t])
-            weight = math.exp(old[t] - sampled[t]) if settings.correction_level == "token" else drift
+            weight = plain_ratio(old[t] - sampled[t]) if settings.correction_level == "token" else drift
             kl = settings.kl_coef * plain_divergence(settings, now[t], float(batch.reference_logprobs[i, t]))
             bounded = plain_weight(settings, weight)
             if settings.kl_unbiased:
-                kl *= bounded * math.exp(now[t] - old[t])
+                kl *= bounded * plain_ratio(now[t] - old[t])
             losses.append(bounded * plain_surrogate(settings, ratio, advantage, now[t]) + kl)
         if settings.loss_mean == "token":
             total += sum(losses) / num_tokens
         else:
-            count = len(tokens) if settings.loss_mean == "sequence" else int(batch.limits[i])
+            count = max(1, len(tokens)) if settings.loss_mean == "sequence" else int(batch.limits[i])
             total += sum(losses) / count / len(batch)
         total -= settings.entropy_coef * sum(entropy[i][t] for t in tokens) / num_tokens
     return total
@@ -49,10 +51,13 @@ def plain_surrogate(settings: Any, ratio: float, advantage: float, logprob: floa
 
 
 def plain_divergence(settings: Any, logprob: float, reference: float) -> float:
-    ratio = math.exp(reference - logprob)
-    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[
-        settings.kl_estimator
-    ]
+    difference = reference - logprob
+    k3 = plain_ratio(difference) - 1 - min(difference, 20.0)
+    return {"k1": -difference, "k2": difference**2 / 2, "k3": k3}[settings.kl_estimator]
+
+
+def plain_ratio(log_ratio: float) -> float:
+    return math.exp(min(log_ratio, 20.0))
 
 
 def plain_weight(settings: Any, weight: float) -> float:
@@ -79,4 +84,24 @@ def plain_advantages(
                 for t in range(len(errors))
             ]
         )
+    return result
+
+
+def plain_group_advantages(rewards: list[float | None], groups: list[int], settings: Any) -> list[float | None]:
+    """Return a GRPO's advantage of each answer; None where it has no reward, and is not compared with."""
+    known = [reward for reward in rewards if reward is not None]
+    result: list[float | None] = []
+    for reward, group in zip(rewards, groups, strict=True):
+        peers = [other for other, its in zip(rewards, groups, strict=True) if its == group and other is not None]
+        if reward is None:
+            result.append(None)
+        elif settings.baseline != "none" and min(peers) == max(peers):  # whatever the rounding of their mean
+            result.append(0.0)
+        else:
+            base = {"group": fmean(peers), "none": 0.0}.get(settings.baseline)
+            if base is None:
+                base = (math.fsum(peers) - reward) / (len(peers) - 1)
+            compared = {"group": peers, "batch": known, "none": []}[settings.scale]
+            deviation = stdev(compared) if len(compared) > 1 else 0.0
+            result.append((reward - base) / (1.0 if settings.scale == "none" else deviation + 1e-4))
     return result

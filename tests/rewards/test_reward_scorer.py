@@ -121,6 +121,21 @@ def test_none_means_that_a_function_does_not_apply(where: Any, function: str) ->
 
 
 @pytest.mark.parametrize("where", ["pool", "main", "engine"])
+def test_a_failed_call_that_is_dropped_gives_no_reward_and_is_a_failure_all_the_same(where: Any) -> None:
+    reward = Reward("user_rewards.act", name="r", where=where, default=-1.0, on_failure="drop")
+    with RewardScorer([reward]) as scorer:
+        for text in ["none", "raise", "a"]:
+            scorer.submit(text, text, {})
+        assert scorer.collect() == {"none": {}, "raise": {}, "a": {"r": 1.0}}
+        failures = scorer.failures()
+        assert scorer.metrics()["rewards/r/errors"] == 1.0
+    assert (failures.num_failed, failures.num_dropped, failures.num_absent) == ({"r": 1}, {"r": 1}, {"r": 1})
+    assert failures.num_unrewarded == 2
+    assert failures.sentences()[0].startswith("rewards.r failed in 50% of its 2 calls, which earned nothing; the first")
+    assert failures.sentences()[1].endswith("rewards.r returned None for 33% of them, rewards.r failed for 33% of them")
+
+
+@pytest.mark.parametrize("where", ["pool", "main", "engine"])
 @pytest.mark.parametrize("function", ["of_answer", "of_answers"])
 def test_functions_get_what_is_known_of_an_answer(where: Any, function: str) -> None:
     reward = Reward(f"user_rewards.{function}", name="r", where=where, batch=function == "of_answers")
@@ -209,6 +224,8 @@ def test_engine_rewards_run_at_the_end_in_the_given_order_with_the_device() -> N
 
 
 def test_wrong_use_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="on_failure='skip': expected one of default, drop"):
+        Reward("user_rewards.length", on_failure="skip")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_processes=0"):
         RewardScorer([], num_processes=0)
     with pytest.raises(ValueError, match="distinct names"):

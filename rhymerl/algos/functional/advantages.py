@@ -21,7 +21,8 @@ def group_advantages(
     (arXiv 2508.08221); `none` is as in Dr.GRPO (arXiv 2503.20783).
     """
     size = group_sums(torch.ones_like(rewards), groups)
-    centred = rewards - group_sums(rewards, groups) / size
+    # The mean of equal rewards is often rounded to another number, which a deviation of 0 would then magnify.
+    centred = (rewards - group_sums(rewards, groups) / size).masked_fill(_are_equal(rewards, groups), 0)
     if scale == "group":
         deviation = (group_sums(centred**2, groups) / (size - 1).clamp(min=1)).sqrt() + epsilon
     else:
@@ -36,6 +37,13 @@ def group_sums(values: Tensor, groups: Tensor) -> Tensor:
     index = groups.unique(return_inverse=True)[1]
     sums: Tensor = values.new_zeros(len(values)).index_add_(0, index, values)
     return sums[index]
+
+
+def _are_equal(values: Tensor, groups: Tensor) -> Tensor:
+    """Return for each sample whether its group has one value alone; [B] -> [B]."""
+    index = groups.unique(return_inverse=True)[1]
+    least, most = (values.scatter_reduce(0, index, values, how, include_self=False)[index] for how in ("amin", "amax"))
+    return least == most
 
 
 def _deviation(values: Tensor) -> Tensor:
