@@ -8,7 +8,7 @@ imported when first used. What guesses the tokens in between is in drafts.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -77,6 +77,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0  # keep tokens whose probability is at least min_p times the largest
     stop_token_ids: tuple[int, ...] = ()
+    replay: bool = (
+        False  # where truncation is on, `Output.kept` has what it left, and log-probs are normalised over that
+    )
 
     def __post_init__(self) -> None:
         allowed = {
@@ -89,6 +92,40 @@ class SamplingParams:
         for name, (holds, words) in allowed.items():
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)}: expected {words}")
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether some tokens may be ruled out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSets:
+    """The ids that truncation has left at each token, [L] sets: 4 bytes a token, and 4 more for each id of its set."""
+
+    counts: IntArray  # [L]; 0 = the whole vocabulary
+    token_ids: IntArray  # [sum of counts], one set after another
+
+    @classmethod
+    def of(cls, sets: Sequence[IntArray]) -> KeptSets:
+        """Return the sets of some tokens; an empty one is the whole vocabulary."""
+        import numpy as np
+
+        counts = np.array([len(each) for each in sets], np.int32)
+        return cls(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *sets]))
+
+    @property
+    def sets(self) -> list[IntArray]:
+        """Return the ids of each token."""
+        import numpy as np
+
+        return np.split(self.token_ids, np.cumsum(self.counts)[:-1]) if len(self) else []
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, part: slice) -> KeptSets:
+        return KeptSets.of(self.sets[part])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +155,7 @@ class Output:
     """
 
     token_ids: IntArray  # [L]
-    logprobs: FloatArray  # [L] untruncated log_softmax(logits / temperature), in nats, of the policy that sampled it; 0 of replies
+    logprobs: FloatArray  # [L] log_softmax(logits / temperature) over `kept`, in nats, of the policy that sampled it; 0 of replies
     policy_versions: IntArray  # [L] of that policy; of a reply that of the token before
     finish_reason: FinishReason = "withdrawn"
     num_passes: int = 0  # verify passes in which tokens were emitted
@@ -128,6 +165,9 @@ class Output:
         None  # [L] drafts.DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
     )
     turns: tuple[TurnEnd, ...] = ()  # those that have ended
+    kept: KeptSets | None = (
+        None  # [L] of `SamplingParams.replay`; None: whatever was sampled from, log-probs are over all tokens
+    )
 
     @classmethod
     def of(
@@ -157,7 +197,7 @@ class Output:
         columns: dict[str, Any] = {
             name: None if column is None else column[part] for name, column in self._columns().items()
         }
-        return replace(self, **columns)
+        return replace(self, **columns, kept=None if self.kept is None else self.kept[part])
 
     def __add__(self, later: Output) -> Output:
         """Return its tokens followed by later ones. Counts are summed; the reason is the later output's."""
@@ -177,11 +217,17 @@ class Output:
         joined: dict[str, Any] = {
             name: None if any(part is None for part in pair) else np.concatenate(pair) for name, pair in pairs.items()
         }
-        return replace(self, **joined)
+        untold = earlier.kept is None and self.kept is None
+        return replace(self, **joined, kept=None if untold else KeptSets.of([*earlier.kept_sets, *self.kept_sets]))
 
     def _columns(self) -> dict[str, Any]:
         """Return the arrays with one entry a token, by name."""
         return {name: getattr(self, name) for name in ("token_ids", "logprobs", "policy_versions", "sources")}
+
+    @property
+    def kept_sets(self) -> list[IntArray]:
+        """Return the ids over which each token's log-prob is normalised, [L]; of an empty set it is the vocabulary."""
+        return self.kept.sets if self.kept is not None else [self.token_ids[:0]] * len(self)
 
     @property
     def is_finished(self) -> bool:

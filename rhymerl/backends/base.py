@@ -32,6 +32,7 @@ class Backend(ABC):
     draws_exactly = (
         False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
     )
+    keeps_sets = False  # whether it tells what truncation has left at each token, `Output.kept`
     max_running: int | None = None  # requests that a worker decodes side by side, where that is known
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 

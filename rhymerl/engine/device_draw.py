@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from rhymerl.engine.noise import log_race_times, noise_keys_on_device
-from rhymerl.engine.truncation import Truncation
+from rhymerl.engine.truncation import AT_ONCE, Truncation
 
 log = logging.getLogger(__name__)
-_AT_ONCE = 2**24  # logits; in torch each of them needs some 40 bytes
 
 
 def draw_with_logprobs(
@@ -47,7 +46,7 @@ def draw_in_torch(
     truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the same in torch on any device, some rows at a time."""
-    rows = max(_AT_ONCE // logits.shape[-1], 1)
+    rows = max(AT_ONCE // logits.shape[-1], 1)
     parts = [slice(start, start + rows) for start in range(0, max(len(logits), 1), rows)]
     draws = (logits, counters, inverse_temperatures, logprob_scales)
     done = [_some_in_torch(truncation and truncation.part(part), *(each[part] for each in draws)) for part in parts]

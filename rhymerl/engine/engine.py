@@ -223,6 +223,8 @@ class Engine:
                 f"the policy's log-probs are not finite (policy version {self.policy_version}): its weights have probably "
                 "diverged; go on from an earlier checkpoint with a smaller update.learning_rate"
             )
+        if (replays := rows.replays[target]).any():
+            rows.keep(target[replays], sampler.kept(verified.index[replays]))
         rows.versions[target, index] = self.policy_version
         if len(layout.node_index):
             was_drafted = verified.was_drafted

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_counters
-from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
+from rhymerl.types import Completion, FinishReason, KeptSets, Output, RolloutRequest
 
 if TYPE_CHECKING:
     from rhymerl.types import BoolArray, IndexArray, IntArray
@@ -60,12 +60,14 @@ class Rows:
     top_p: npt.NDArray[np.float64] = field(init=False)  # [R]
     min_p: npt.NDArray[np.float64] = field(init=False)  # [R]
     truncates: BoolArray = field(init=False)  # [R] top-k, top-p or min-p is on
+    replays: BoolArray = field(init=False)  # [R] and what that leaves is kept, for the update
     stop_ids: npt.NDArray[np.int32] = field(init=False)  # [R, most stop ids], filled up with NOBODY
     is_request: BoolArray = field(init=False)  # [R] False for prefixes and free rows
     passes: IndexArray = field(init=False)  # [R] in which the request got tokens
     drafted: IndexArray = field(init=False)  # [R] nodes verified
     accepted: IndexArray = field(init=False)  # [R] nodes that became tokens
     prefix_row: IndexArray = field(init=False)  # [R] the prefix's row, or NOBODY
+    kept: list[list[IntArray]] = field(init=False)  # [R] the sets of response tokens, of rows that replay
     request: list[RolloutRequest | None] = field(init=False)
     prefix: list[Prefix | None] = field(init=False)
     _free: list[int] = field(init=False)
@@ -83,6 +85,8 @@ class Rows:
             setattr(self, name, np.zeros(self.num_rows, np.float64))
         self.counter = np.zeros(self.num_rows, np.uint64)
         self.truncates = np.zeros(self.num_rows, np.bool_)
+        self.replays = np.zeros(self.num_rows, np.bool_)
+        self.kept = [[] for _ in range(self.num_rows)]
         self.prefix_row = np.full(self.num_rows, NOBODY, np.int64)
         self.stop_ids = np.full((self.num_rows, 1), NOBODY, np.int32)
         self.request = [None] * self.num_rows
@@ -130,7 +134,13 @@ class Rows:
         self.length[row], self.prompt_length[row] = end, start
         self.limit[row] = start + request.sampling.max_tokens
         self._set_sampling(row, request)
+        self.kept[row] = (output or Output.of()).kept_sets if self.replays[row] else []
         self.request[row], self.is_request[row] = request, True
+
+    def keep(self, row: IndexArray, sets: Sequence[IntArray]) -> None:
+        """Note what was left to sample from at new tokens of rows that replay."""
+        for each, left in zip(row.tolist(), sets, strict=True):
+            self.kept[each].append(left)
 
     def rest(self, row: int) -> None:
         """The row's request has left it; its tokens, keys and values stay."""
@@ -174,6 +184,7 @@ class Rows:
             num_drafted=int(self.drafted[row]),
             num_accepted=int(self.accepted[row]),
             sources=self.sources[row, response].copy(),
+            kept=KeptSets.of(self.kept[row]) if self.replays[row] else None,
         )
         return Completion(request=request, output=output)
 
@@ -183,7 +194,8 @@ class Rows:
             getattr(self, name)[row] = getattr(sampling, name)
         self.draw_scale[row] = 1 / sampling.temperature if sampling.temperature else 0.0
         self.logprob_scale[row] = 1 / sampling.temperature if sampling.temperature else 1.0
-        self.truncates[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self.truncates[row] = sampling.truncates
+        self.replays[row] = sampling.truncates and sampling.replay
         self.counter[row] = noise_counters(np.array([request.seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64))[0]
         self._set_stop_ids(row, sampling.stop_token_ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,7 @@ from rhymerl.engine.truncation import Truncation
 
 if TYPE_CHECKING:
     from rhymerl.engine.layout import PassLayout
-    from rhymerl.types import IndexArray
+    from rhymerl.types import IndexArray, IntArray
 
 
 _FEW = 2**17  # logits: sampling from them all costs less than going back and forth between sampling and walking
@@ -35,10 +36,14 @@ class Sampler(Protocol):
         """Return the target's own token at each of logits[indices], for rows `row` at response `positions`, [n]."""
 
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        """Return the untruncated log_softmax(logits / T)[token] at each index, [n], in nats; T = 0 uses 1.
+        """Return the log_softmax(logits / T)[token] at each index, [n], in nats; T = 0 uses 1.
 
-        The tokens are those that were sampled there.
+        The tokens are those that were sampled there. It is over what truncation left for rows that replay, else over
+        all tokens.
         """
+
+    def kept(self, indices: IndexArray) -> list[IntArray]:
+        """Return the ids that truncation left at each index, of rows that replay and have been drawn for there."""
 
 
 class HostSampler:
@@ -47,6 +52,7 @@ class HostSampler:
     def __init__(self, logits: Tensor, rows: Rows) -> None:
         self._logits = logits
         self._rows = rows
+        self._left: dict[int, Tensor] = {}  # logits [V] of rows that replay, by index
 
     @property
     def draws_ahead(self) -> bool:
@@ -57,15 +63,25 @@ class HostSampler:
         keys, scale = keys_at(rows.counter[row], positions), rows.draw_scale[row]
         if rows.truncates[row].any():
             rules = Truncation(*map(torch.from_numpy, _rules(rows, row)))
-            logits, indices = rules.apply(logits[torch.from_numpy(indices)]), np.arange(len(row))
+            logits = rules.apply(logits[torch.from_numpy(indices)])
+            # Truncated again they might round to another set, in which the sampled token may be missing.
+            self._left |= {int(indices[i]): logits[i] for i in np.flatnonzero(rows.replays[row])}
+            indices = np.arange(len(row))
         out = np.empty(len(indices), np.int32)
         draw_tokens(logits.numpy(), indices, scale, keys, out)
         return out
 
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         out = np.empty(len(indices))
-        chosen_logprobs(self._logits.numpy(), indices, self._rows.logprob_scale[row], tokens, out)
+        scale, replays = self._rows.logprob_scale[row], self._rows.replays[row]
+        chosen_logprobs(self._logits.numpy(), indices, scale, tokens, out)
+        for i in np.flatnonzero(replays).tolist():
+            left = self._left[int(indices[i])].double() * scale[i]
+            out[i] = left[tokens[i]] - left[left > -math.inf].logsumexp(0)
         return out
+
+    def kept(self, indices: IndexArray) -> list[IntArray]:
+        return [_ids_left(self._left[index]) for index in indices.tolist()]
 
 
 class DeviceSampler:
@@ -78,7 +94,11 @@ class DeviceSampler:
 
     def __init__(self, logits: Tensor, draws: Sequence[Tensor]) -> None:
         counters, scales, logprob_scales, *rules = draws
-        found = draw_with_logprobs(logits, counters, scales, logprob_scales, Truncation(*rules) if rules else None)
+        truncation = Truncation(*rules[:4]) if rules else None
+        if truncation is not None and len(rules) > 4:
+            logits, truncation = truncation.ahead(logits, rules[4])
+            self._left = logits
+        found = draw_with_logprobs(logits, counters, scales, logprob_scales, truncation)
         tokens, logprobs = torch.stack([each.double() for each in found]).cpu().numpy()
         self._tokens: npt.NDArray[np.int32] = tokens.astype(np.int32)
         self._logprobs: npt.NDArray[np.float64] = logprobs
@@ -89,14 +109,29 @@ class DeviceSampler:
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         return self._logprobs[indices]
 
+    def kept(self, indices: IndexArray) -> list[IntArray]:
+        left = self._left[torch.from_numpy(indices).to(self._left.device)] > -math.inf
+        return [_ids_left(each) for each in left.cpu()]
+
 
 def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:
-    """Return a draw's inputs, each [M]: counters, scales of draw and log-prob, and rules if any row has some."""
+    """Return a draw's inputs, each [M]: counters, scales of draw and log-prob.
+
+    If any row has rules, also these, and if any replays, which do.
+    """
     row = layout.row[layout.emits][layout.logit_row]
     positions = rows.length[row] - rows.prompt_length[row] + layout.logit_level
     counters = (rows.counter[row] + positions.astype(np.uint64)).view(np.int64)
     draws = [counters, rows.draw_scale[row], rows.logprob_scale[row]]
-    return [*draws, *_rules(rows, row)] if rows.truncates[row].any() else draws
+    if rows.truncates[row].any():
+        draws += [*_rules(rows, row), *([rows.replays[row]] if rows.replays[row].any() else [])]
+    return draws
+
+
+def _ids_left(left: Tensor) -> IntArray:
+    """Return the ids that may be sampled, from logits [V] or from which may."""
+    is_left = left if left.dtype == torch.bool else left > -math.inf
+    return is_left.numpy().nonzero()[0].astype(np.int32)
 
 
 def _rules(rows: Rows, row: IndexArray) -> list[npt.NDArray[Any]]:

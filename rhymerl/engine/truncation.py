@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+AT_ONCE = 2**24  # logits; in torch each of them needs some 40 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,21 @@ class Truncation:
         """Return a copy of logits [n, V] as `truncate` makes it."""
         top_p, min_p = self.top_p.to(logits), self.min_p.to(logits)
         return truncate(logits, self.temperatures.to(logits), self.top_k, top_p, min_p)
+
+    def ahead(self, logits: Tensor, which: Tensor) -> tuple[Tensor, Truncation]:
+        """Return logits [n, V] that are truncated at the draws in `which`, [n], and the truncation that is left to do.
+
+        What a draw then sees is what is kept of it: no rule is applied twice.
+        """
+        rows = max(AT_ONCE // logits.shape[-1], 1)
+        parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
+        left = torch.cat(
+            [torch.where(which[part, None], self.part(part).apply(logits[part]), logits[part]) for part in parts]
+        )
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return left, replace(
+            self, **{name: getattr(self, name).masked_fill(which, value) for name, value in off.items()}
+        )
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import PLAIN, LogitTransform
 from rhymerl.models.sharding import is_sharded
 
@@ -28,21 +29,22 @@ def head_logprobs(
     chunk_tokens: int,
     kept_bytes: int = 0,
     transform: LogitTransform = PLAIN,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each target's log-prob and the entropy there, [N] and [N], with gradients, from states [N, H].
 
-    Both are in float32 or better. For a linear head, at most three chunks of logits are held at a time, four where they
-    are capped, and its gradient is added up in one place. All log-probs are where they are no more than `kept_bytes`;
-    else the backward pass computes them again.
+    Both are over `kept` (None: all tokens), in float32 or better. For a linear head, at most three chunks of logits are
+    held at a time, four where they are capped, and its gradient is added up in one place. All log-probs are where they
+    are no more than `kept_bytes`; else the backward pass computes them again.
     """
     if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)
         found: tuple[Tensor, Tensor] = _Linear.apply(
-            hidden, head.weight, head.bias, targets, temperature, chunk_tokens, kept_bytes, dtype, transform
+            hidden, head.weight, head.bias, targets, temperature, chunk_tokens, kept_bytes, dtype, transform, kept
         )  # type: ignore[no-untyped-call]
         return found
     parts = [
-        checkpoint(_of_chunk, hidden[part], head, targets[part], temperature, transform, use_reentrant=False)
+        checkpoint(_of_chunk, hidden, head, targets, temperature, transform, kept, part, use_reentrant=False)
         for part in _slices(len(hidden), chunk_tokens)
     ]
     logprobs, entropy = zip(*parts, strict=True)
@@ -62,12 +64,13 @@ def chosen_logprobs(
     temperature: float,
     chunk_tokens: int,
     transform: LogitTransform = PLAIN,
+    kept: KeptTokens | None = None,
 ) -> Tensor:
     """Return the log-probs alone, without gradient."""
     logits = head.forward if is_sharded(head) else head  # gathered once, and not for each chunk
     with torch.no_grad():
         parts = [
-            _chosen(_log_softmax(logits(hidden[part]), temperature, transform), targets[part])
+            _chosen(_log_softmax(logits(hidden[part]), temperature, transform, kept, part), targets[part])
             for part in _slices(len(hidden), chunk_tokens)
         ]
         return torch.cat(parts)
@@ -88,15 +91,16 @@ class _Linear(torch.autograd.Function):
         kept_bytes: int,
         dtype: torch.dtype,
         transform: LogitTransform,
+        among: KeptTokens | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.dtype, ctx.transform = temperature, dtype, transform
+        ctx.temperature, ctx.dtype, ctx.transform, ctx.among = temperature, dtype, transform, among
         ctx.slices = list(_slices(len(hidden), chunk_tokens))
         ctx.set_materialize_grads(False)
         cast = _Cast(weight, bias, dtype, transform.num_tokens)
         logprobs, entropy, kept = [], [], []
         keeps = len(ctx.slices) == 1 or len(hidden) * len(weight) * max(4, hidden.dtype.itemsize) <= kept_bytes
         for part in ctx.slices:
-            everything = _log_softmax(cast.products(hidden[part]), temperature, transform)
+            everything = _log_softmax(cast.products(hidden[part]), temperature, transform, among, part)
             logprobs.append(_chosen(everything, targets[part]))
             entropy.append(_entropy(everything))
             if keeps:
@@ -110,7 +114,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_logprobs is None and of_entropy is None:
-            return (None,) * 9
+            return (None,) * 10
         hidden, weight, bias, targets, entropy, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         num_tokens = ctx.transform.num_tokens
@@ -123,7 +127,8 @@ class _Linear(torch.autograd.Function):
             everything, slope = known, ctx.transform.scale
             if known is None or ctx.transform.cap is not None:
                 products = cast.products(hidden[part])
-                everything = known if known is not None else _log_softmax(products, ctx.temperature, ctx.transform)
+                if known is None:
+                    everything = _log_softmax(products, ctx.temperature, ctx.transform, ctx.among, part)
                 slope = ctx.transform.slope(_in_full(products))
                 del products
             gradient = _gradient(
@@ -148,7 +153,7 @@ class _Linear(torch.autograd.Function):
             del gradient, slope  # before the next ones are made
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None else to_bias.to(bias.dtype)
-        return to_hidden, to_weight, to_bias, None, None, None, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None, None, None, None
 
 
 class _Cast:
@@ -182,12 +187,14 @@ def _in_full(products: Tensor) -> Tensor:
     return products if products.dtype == torch.float64 else products.float()
 
 
-def _log_softmax(products: Tensor, temperature: float, transform: LogitTransform) -> Tensor:
-    """Return the log-softmax of logits, [N, V] in float32 or better."""
+def _log_softmax(
+    products: Tensor, temperature: float, transform: LogitTransform, kept: KeptTokens | None, part: slice
+) -> Tensor:
+    """Return the log-softmax of a part's logits, [n, V] in float32 or better, over what is kept of them."""
     logits = transform(_in_full(products))
     if temperature != 1:
         logits = logits / temperature
-    return logits.log_softmax(-1)
+    return (logits if kept is None else kept.only(logits, part)).log_softmax(-1)
 
 
 def _chosen(everything: Tensor, targets: Tensor) -> Tensor:
@@ -226,7 +233,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _of_chunk(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, transform: LogitTransform
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperature: float,
+    transform: LogitTransform,
+    kept: KeptTokens | None,
+    part: slice,
 ) -> tuple[Tensor, Tensor]:
-    everything = _log_softmax(head(hidden), temperature, transform)
-    return _chosen(everything, targets), _entropy(everything)
+    everything = _log_softmax(head(hidden[part]), temperature, transform, kept, part)
+    return _chosen(everything, targets[part]), _entropy(everything)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +18,14 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.head import chosen_logprobs, head_logprobs
+from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
 from rhymerl.models.shared_prefixes import SharedLayout, at, packed_states, place_runs
 from rhymerl.types import Sample
+
+if TYPE_CHECKING:
+    from rhymerl.types import IntArray
 
 T = TypeVar("T")
 
@@ -47,6 +51,7 @@ class TokenBatch:
     response: Tensor  # [B, T] bool, where the response tokens stand; [B, T + 1] with positions behind the last ones
     shared: SharedLayout | None = None  # of samples that share their prompts, and what their answers begin with
     places: Tensor | None = None  # in a shared layout: which of the N each response token is
+    kept: KeptTokens | None = None  # over which tokens each log-prob is normalised; None: all
 
     def scatter(self, values: Tensor) -> Tensor:
         """Return the values, [N], at the index of each response token in [B, T]; zeros in the padding."""
@@ -76,12 +81,22 @@ def token_batch(
     response = column < np.array(lengths)[:, None] + behind
     before = np.arange(len(samples))[:, None] * width + np.array(prompts)[:, None] - 1 + column
     indices = before[response]
+    sets = _kept_sets(samples, behind=behind)
     return TokenBatch(
         input_ids=torch.from_numpy(ids).to(device),
         indices=torch.from_numpy(indices).to(device),
         targets=torch.from_numpy(ids.take(indices + 1, mode="clip")).to(device),
         response=torch.from_numpy(response).to(device),
+        kept=None if sets is None else KeptTokens.of(sets, device),
     )
+
+
+def _kept_sets(samples: Sequence[Sample], *, behind: bool) -> list[IntArray] | None:
+    """Return what truncation left at each response token of all samples, in order; None where nothing was noted."""
+    outputs = [sample.completion.output for sample in samples]
+    if all(output.kept is None for output in outputs):
+        return None
+    return [each for output in outputs for each in [*output.kept_sets, *[output.token_ids[:0]] * behind]]
 
 
 def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool) -> TokenBatch:
@@ -95,7 +110,14 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
     before = np.concatenate([path[: len(each) + behind] for path, each in zip(placed.paths, tokens, strict=True)])
     after = np.zeros(response.shape, np.int64)
     after[column < lengths[:, None]] = np.concatenate(tokens)
-    asked, places = np.unique(before << 32 | after[response], return_inverse=True)
+    sets, pairs = _kept_sets(samples, behind=behind), before << 32 | after[response]
+    keys = pairs
+    if sets is not None:  # equal tokens behind equal ones may come from other sets, by rounding or of a newer policy
+        numbers: dict[bytes, int] = {}
+        which = [numbers.setdefault(each.tobytes(), len(numbers)) for each in sets]
+        keys = np.unique(pairs, return_inverse=True)[1] * len(sets) + which
+    _, first, places = np.unique(keys, return_index=True, return_inverse=True)
+    asked = pairs[first]
     return TokenBatch(
         input_ids=placed.layout.input_ids,
         indices=torch.from_numpy(asked >> 32).to(device),
@@ -103,6 +125,7 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
         response=torch.from_numpy(response).to(device),
         shared=placed.layout,
         places=torch.from_numpy(places).to(device),
+        kept=None if sets is None else KeptTokens.of([sets[i] for i in first], device),
     )
 
 
@@ -130,9 +153,9 @@ def policy_output(
 ) -> PolicyOutput:
     """Return the response tokens' log-probs and entropy, [B, T] with zeros in the padding; values with a `critic`.
 
-    Untruncated log_softmax(logits / temperature), in float32 or better; temperature 0 uses 1. The critic gets the batch
-    and the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values have a gradient, which
-    ends at these states.
+    log_softmax(logits / temperature) over the batch's `kept` tokens, in float32 or better; temperature 0 uses 1. The
+    critic gets the batch and the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values
+    have a gradient, which ends at these states.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
         kept_bytes = _KEPT_BYTES if chunk_tokens is None and model.device.type == "cpu" else 0
@@ -168,6 +191,7 @@ def _states_and(
         temperature=temperature or 1.0,
         chunk_tokens=size,
         transform=transform_of(model),
+        kept=batch.kept,
     )
 
     def run() -> tuple[Tensor, T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import at_least, check_ranges, require
@@ -21,6 +21,9 @@ class RolloutSettings:
     which teach nothing, may be replaced by groups of other prompts (DAPO, arXiv 2503.14476, section 3.2). Such groups
     stay after the last round.
 
+    Where top-k, top-p or min-p is on, `sampling_replay` trains the truncated policy: the engine keeps which tokens were
+    left to sample from, and log-probs of engine and update are over these alone. None: where the backend can.
+
     With an environment an answer is an episode of at most `max_turns` turns. At most `max_tokens` are sampled in all
     turns, and `max_turn_tokens` in one (None: as many as are left). A reply is cut to `max_reply_tokens`, and takes at
     most `reply_timeout_s`. `reply_memory_mb` remembers the latest replies of an environment that is a pure function; 0
@@ -33,6 +36,7 @@ class RolloutSettings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    sampling_replay: bool | None = None
     stop_token_ids: Sequence[int] = ()
     skip_special_tokens: bool = True
     dynamic_sampling: int = at_least(0, 0)
@@ -60,7 +64,7 @@ class RolloutSettings:
 
     def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
         """Return the parameters of one request, with the policy's stop ids and the further ones of the settings."""
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -68,6 +72,7 @@ class RolloutSettings:
             min_p=self.min_p,
             stop_token_ids=tuple(sorted({*stop_token_ids, *self.stop_token_ids})),
         )
+        return replace(params, replay=params.truncates and self.sampling_replay is not False)
 
 
 def request_seed(run_seed: int, step: int | str, prompt: Prompt, sample: int, round_number: int = 0) -> int:

@@ -97,6 +97,11 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
         raise ConfigError(
             f"rollout.dynamic_sampling={settings.dynamic_sampling}: nothing is trained here, so no group has to teach; expected 0"
         )
+    if settings.sampling_replay:
+        raise ConfigError(
+            "rollout.sampling_replay=true: nothing is trained here, and recorded log-probs are those of the whole policy; expected null or false"
+        )
+    settings.sampling_replay = False
     policy = _policy(config)
     environment = prepared(config.get("environment"), policy.tokenizer)
     tools = environment.tool_schemas if environment is not None else ()

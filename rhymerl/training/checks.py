@@ -36,12 +36,12 @@ def check_answers_fit(policy: Policy, *, rollout: RolloutSettings, evaluation: E
 
 
 def warn_of_parts(
-    policy: Policy, rollout: RolloutSettings, episodes: EpisodeSettings | None = None, **parts: object
+    policy: Policy, rollout: RolloutSettings, backend: Backend, episodes: EpisodeSettings | None = None, **parts: object
 ) -> None:
     """Say, on rank 0, what may surprise people.
 
-    No token ends an answer; a chat template does more than append replies; parts keep a run from repeating bit for bit
-    that should.
+    No token ends an answer; an engine cannot say what truncation left; a chat template does more than append replies;
+    parts keep a run from repeating bit for bit that should.
     """
     if not is_first_rank():
         return
@@ -49,6 +49,12 @@ def warn_of_parts(
         _LOG.warning(
             "rollout.stop_token_ids=[]: no stop token is known, since neither the model's config nor its tokenizer names one, so each "
             "answer goes on to rollout.max_tokens; name the tokens that end an answer"
+        )
+    if rollout.sampling(()).replay and not backend.keeps_sets:
+        _LOG.warning(
+            "rollout.sampling_replay=null: %s cannot say what truncation left to sample from, so tokens are sampled from the truncated "
+            "policy and the whole one is trained; rollout.sampling_replay=false trains that with any backend",
+            type(backend).__name__,
         )
     if episodes is not None:
         episodes.warn()
@@ -67,8 +73,16 @@ def has_stop(policy: Policy, rollout: RolloutSettings) -> bool:
     return bool(policy.stop_token_ids or rollout.stop_token_ids)
 
 
-def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings) -> None:
-    """Raise ValueError for groups from which it cannot learn, and for a bound that no update would ever use."""
+def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings, backend: Backend) -> None:
+    """Raise ValueError for groups from which it cannot learn, and for a bound that no update would ever use.
+
+    Likewise for a replay of sampling that the backend cannot give.
+    """
+    if rollout.sampling_replay and not backend.keeps_sets:
+        raise ValueError(
+            f"rollout.sampling_replay=true: {type(backend).__name__} cannot say what truncation left to sample from; expected null or "
+            "false, or an embedded engine"
+        )
     if rollout.temperature == 0:
         raise ValueError(
             "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "

@@ -63,6 +63,7 @@ class EvaluationSettings:
             top_k=training.top_k,
             top_p=training.top_p,
             min_p=training.min_p,
+            sampling_replay=False,  # nothing is trained on these answers
             stop_token_ids=training.stop_token_ids,
             skip_special_tokens=training.skip_special_tokens,
         )

@@ -121,13 +121,12 @@ class RhymeModule(L.LightningModule):
         engine = instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend)
         self.backend: Backend = backend_of_workers(engine)
         self.run_ahead: RunAhead = run_ahead
-        self.max_staleness = max_staleness
-        self.workers = workers
+        self.max_staleness, self.workers = max_staleness, workers
         self.rewards = instantiate(rewards, key="rewards")
         self.reward_workers = reward_workers
         self.environment_workers = environment_workers
         self.seed = seed
-        check_algorithm(self.algo, rollout=self.rollout, update=self.update)
+        check_algorithm(self.algo, rollout=self.rollout, update=self.update, backend=self.backend)
         source = PolicySource(model) if isinstance(model, str) else instantiate(model, key="model")
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
         check_adapters(self.policy.model)
@@ -200,7 +199,8 @@ class RhymeModule(L.LightningModule):
         self.update.warn(self.model)
         datamodule.warn()
         self._trial.warn()
-        warn_of_parts(self.policy, self.rollout, self._episodes, drafter=self.drafter, budget=self.budget)
+        parts: Any = {"drafter": self.drafter, "budget": self.budget}
+        warn_of_parts(self.policy, self.rollout, self.backend, self._episodes, **parts)
 
     def on_fit_start(self) -> None:
         self.warn(datamodule_of(self.trainer))

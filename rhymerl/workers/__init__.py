@@ -8,7 +8,7 @@ from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.types import Output, TurnEnd
+from rhymerl.types import KeptSets, Output, TurnEnd
 from rhymerl.workers.base import RunAhead, Workers, check_run_ahead, follows_clock
 from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan
 from rhymerl.workers.ranks import MovedRequest, RankWorkers
@@ -21,6 +21,7 @@ from rhymerl.workers.step import StepRequests
 # What travels between the workers of ranks, apart from plain data and arrays.
 RECORDS: tuple[type, ...] = (
     Command,
+    KeptSets,
     MovedRequest,
     Output,
     ProgressReport,

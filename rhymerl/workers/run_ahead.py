@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rhymerl.types import Output, RolloutRequest, TurnEnd
+from rhymerl.types import KeptSets, Output, RolloutRequest, TurnEnd
 from rhymerl.workers.coordinator import SharedPlan
 
 
@@ -66,12 +66,21 @@ def merge_states(states: Sequence[RunAheadState | None]) -> RunAheadState | None
 def _packed(output: Output) -> dict[str, Any]:
     named = {each.name: getattr(output, each.name) for each in fields(output)}
     named["turns"] = [asdict(turn) for turn in output.turns]
+    named["kept"] = _tensors(asdict(output.kept)) if output.kept is not None else None
+    return _tensors(named)
+
+
+def _tensors(named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: torch.tensor(value) if isinstance(value, np.ndarray) else value for name, value in named.items()}
 
 
+def _arrays(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
 def _unpacked(state: Mapping[str, Any]) -> Output:
-    named: dict[str, Any] = {
-        name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in state.items()
-    }
+    named = _arrays(state)
     named["turns"] = tuple(TurnEnd(**turn) for turn in state.get("turns", ()))
+    if state.get("kept") is not None:
+        named["kept"] = KeptSets(**_arrays(state["kept"]))
     return Output(**named)

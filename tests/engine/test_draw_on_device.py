@@ -54,7 +54,7 @@ def compiled(logits, scales, counters):
 @pytest.mark.parametrize("at_once", [1, 1000, 2**24], ids=["line by line", "some lines", "whole"])
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(2, "float64"), (19, "float32"), (513, "float32")])
 def test_tokens_are_those_of_the_compiled_draw(vocabulary, dtype, at_once, monkeypatch):
-    monkeypatch.setattr(device_draw, "_AT_ONCE", at_once)
+    monkeypatch.setattr(device_draw, "AT_ONCE", at_once)
     given_ = problem(301, vocabulary, dtype)
     sampled, logprobs = on_device(*given_)
     assert sampled.dtype == torch.int64

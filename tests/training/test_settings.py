@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from rhymerl.algos import GRPO
+from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import GoodputBudget
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.rollout import RolloutSettings
-from rhymerl.testing import tiny_policy
+from rhymerl.testing import ScriptedBackend, tiny_policy
 from rhymerl.training.checks import check_algorithm, warn_of_parts
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.trainer import follow_trainer
@@ -88,15 +89,17 @@ def test_what_an_algorithm_refuses_is_named_by_where_it_stands(words, told):
             raise ValueError(words)
 
     with pytest.raises(ValueError, match=f"^{told}"):
-        check_algorithm(Refusing(), rollout=RolloutSettings(), update=UpdateSettings())
+        check_algorithm(Refusing(), rollout=RolloutSettings(), update=UpdateSettings(), backend=EmbeddedBackend())
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 2}, {"mini_batches": 2}])
 def test_a_bound_on_the_divergence_needs_several_updates(settings):
-    check_algorithm(GRPO(), rollout=RolloutSettings(), update=UpdateSettings())
-    check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings(**settings))
+    check_algorithm(GRPO(), rollout=RolloutSettings(), update=UpdateSettings(), backend=EmbeddedBackend())
+    check_algorithm(
+        GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings(**settings), backend=EmbeddedBackend()
+    )
     with pytest.raises(ValueError, match=r"^algo.max_kl=0.1 .*update.epochs=1 and update.mini_batches=1"):
-        check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings())
+        check_algorithm(GRPO(max_kl=0.1), rollout=RolloutSettings(), update=UpdateSettings(), backend=EmbeddedBackend())
 
 
 def test_biases_and_norms_do_not_decay():
@@ -126,11 +129,11 @@ def test_parts_that_go_by_the_clock_are_told_under_a_deterministic_trainer(caplo
         tiny_policy(),
         {"drafter": HistoryTreeDrafter(deterministic=False), "budget": GoodputBudget(deterministic=True)},
     )
-    warn_of_parts(policy, RolloutSettings(), **parts)
+    warn_of_parts(policy, RolloutSettings(), EmbeddedBackend(), **parts)
     assert caplog.messages == []
     torch.use_deterministic_algorithms(True)
     try:
-        warn_of_parts(policy, RolloutSettings(), **parts)
+        warn_of_parts(policy, RolloutSettings(), EmbeddedBackend(), **parts)
     finally:
         torch.use_deterministic_algorithms(False)
     (words,) = caplog.messages
@@ -147,5 +150,23 @@ def test_parts_that_were_not_told_follow_the_trainer(caplog: pytest.LogCaptureFi
     assert follow_trainer(*left, *told)
     assert [part.deterministic for part in (*left, told[0])] == [True, True, False]
     assert [part._cost.learns for part in (left[1], told[0])] == [False, True]
-    warn_of_parts(tiny_policy(), RolloutSettings(), drafter=HistoryTreeDrafter(), budget=GoodputBudget())
+    parts = {"drafter": HistoryTreeDrafter(), "budget": GoodputBudget()}
+    warn_of_parts(tiny_policy(), RolloutSettings(), EmbeddedBackend(), **parts)
     assert caplog.messages == [], "they are going to follow"
+
+
+def test_a_backend_that_cannot_say_what_truncation_left_is_told_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    scripted, cut = ScriptedBackend(lambda request: [0]), {"top_p": 0.8}
+    warn_of_parts(tiny_policy(), RolloutSettings(**cut), EmbeddedBackend())
+    warn_of_parts(tiny_policy(), RolloutSettings(), scripted)
+    warn_of_parts(tiny_policy(), RolloutSettings(**cut, sampling_replay=False), scripted)
+    assert caplog.messages == []
+    warn_of_parts(tiny_policy(), RolloutSettings(**cut), scripted)
+    (words,) = caplog.messages
+    assert words.startswith("rollout.sampling_replay=null: ScriptedBackend cannot say what truncation left")
+    asked = RolloutSettings(**cut, sampling_replay=True)
+    check_algorithm(GRPO(), rollout=asked, update=UpdateSettings(), backend=EmbeddedBackend())
+    with pytest.raises(
+        ValueError, match=r"^rollout\.sampling_replay=true: ScriptedBackend cannot say what truncation left"
+    ):
+        check_algorithm(GRPO(), rollout=asked, update=UpdateSettings(), backend=scripted)

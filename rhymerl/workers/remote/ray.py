@@ -210,6 +210,7 @@ class RayBackend(HostedBackend):
         self.start_timeout_s = start_timeout_s
         self.hang_timeout_s = hang_timeout_s
         self.draws_exactly = self.engine.draws_exactly
+        self.keeps_sets = self.engine.keeps_sets
         self.counts_passes = self.engine.counts_passes
         self.max_running = self.engine.max_running
         self._recipe: HostRecipe | None = None
