@@ -43,7 +43,7 @@ class Sampler(Protocol):
         """
 
     def kept(self, indices: IndexArray) -> list[IntArray]:
-        """Return the ids that truncation left at each index, of rows that replay and have been drawn for there."""
+        """Return the ids that truncation left at each index, of rows that replay and have been sampled there."""
 
 
 class HostSampler:
@@ -110,8 +110,7 @@ class DeviceSampler:
         return self._logprobs[indices]
 
     def kept(self, indices: IndexArray) -> list[IntArray]:
-        left = self._left[torch.from_numpy(indices).to(self._left.device)] > -math.inf
-        return [_ids_left(each) for each in left.cpu()]
+        return [_ids_left(each) for each in self._left[torch.from_numpy(indices).to(self._left.device)].cpu()]
 
 
 def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:
@@ -122,16 +121,15 @@ def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:
     row = layout.row[layout.emits][layout.logit_row]
     positions = rows.length[row] - rows.prompt_length[row] + layout.logit_level
     counters = (rows.counter[row] + positions.astype(np.uint64)).view(np.int64)
-    draws = [counters, rows.draw_scale[row], rows.logprob_scale[row]]
+    draws: list[npt.NDArray[Any]] = [counters, rows.draw_scale[row], rows.logprob_scale[row]]
     if rows.truncates[row].any():
         draws += [*_rules(rows, row), *([rows.replays[row]] if rows.replays[row].any() else [])]
     return draws
 
 
 def _ids_left(left: Tensor) -> IntArray:
-    """Return the ids that may be sampled, from logits [V] or from which may."""
-    is_left = left if left.dtype == torch.bool else left > -math.inf
-    return is_left.numpy().nonzero()[0].astype(np.int32)
+    """Return the ids that may be sampled, from truncated logits [V]."""
+    return (left > -math.inf).numpy().nonzero()[0].astype(np.int32)
 
 
 def _rules(rows: Rows, row: IndexArray) -> list[npt.NDArray[Any]]:

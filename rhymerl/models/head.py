@@ -34,8 +34,8 @@ def head_logprobs(
     """Return each target's log-prob and the entropy there, [N] and [N], with gradients, from states [N, H].
 
     Both are over `kept` (None: all tokens), in float32 or better. For a linear head, at most three chunks of logits are
-    held at a time, four where they are capped, and its gradient is added up in one place. All log-probs are where they
-    are no more than `kept_bytes`; else the backward pass computes them again.
+    held at a time, one more where they are capped and one where some are kept, and its gradient is added up in one
+    place. All log-probs are held where they are no more than `kept_bytes`; else the backward pass computes them again.
     """
     if is_linear(head):
         dtype = _product_dtype(hidden, head.weight)

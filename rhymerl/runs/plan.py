@@ -79,7 +79,7 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
     evaluation = instantiate(parts["evaluation"], key="evaluation", default=EvaluationSettings)
     backend: Backend = backend_of_workers(instantiate(parts["backend"], key="backend", default=EmbeddedBackend))
     critic: CriticSettings = instantiate(parts["critic"], key="critic", default=CriticSettings)
-    check_algorithm(algo, rollout=rollout, update=update)
+    check_algorithm(algo, rollout=rollout, update=update, backend=backend)
     precision = _precision(trainer.get("precision"))
     layout = _layout(trainer)
     if layout.is_sharded:

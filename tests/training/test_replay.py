@@ -13,6 +13,7 @@ from torch import nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO, Batch, PolicyOutput, Totals
+from rhymerl.distributed.wire import Wire
 from rhymerl.drafters import Drafter, HistoryTreeDrafter
 from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
@@ -24,6 +25,7 @@ from rhymerl.models.policy import Policy
 from rhymerl.models.shared_prefixes import sharing
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, KeptSets, Sample
+from rhymerl.workers import RECORDS
 from rhymerl.workers.coordinator import SharedPlan
 from rhymerl.workers.run_ahead import RunAheadState
 from tests.engine.test_grid import sample
@@ -96,6 +98,27 @@ def test_in_float32_it_is_1_in_the_mean():
     ratio = np.exp(logprobs_of(policy, samples, 1.0, shares=True) - behaviour)
     assert 0.999 <= ratio.mean() <= 1.001
     assert len(ratio) > 100
+
+
+def test_equal_answers_whose_sets_differ_are_not_computed_as_one(in_double):
+    """As by a newer policy, or by rounding; one of them has been sampled before replay was switched on."""
+    policy = tiny_policy()
+    given = sample(next(iter(sampled(policy, count=3, top_p=0.8).values())))
+    completion = given.completion
+    other = replace(given, completion=replace(completion, output=replace(completion.output, kept=None)))
+    apart, shared = (logprobs_of(policy, [given, other, given], 1.0, shares=shares) for shares in (False, True))
+    np.testing.assert_allclose(apart, shared, atol=1e-12, rtol=0)
+    first, second, third = shared.reshape(3, -1)
+    assert np.array_equal(first, third)
+    assert (first - second).mean() > 0.01
+
+
+def test_sets_travel_between_ranks():
+    outputs = [each.output for each in sampled(tiny_policy(), top_p=0.8).values()]
+    assert all(output.kept is not None for output in outputs)
+    wire = Wire(RECORDS, key=b"k")
+    for left, right in zip(outputs, wire.unpack(wire.pack(outputs, address="a"), address="a"), strict=True):
+        assert _plain(left.kept) == _plain(right.kept)
 
 
 def test_without_truncation_there_is_nothing_to_replay():
