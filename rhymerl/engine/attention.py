@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rhymerl.engine.inputs import Inputs
+from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.paged_attention import PagedLayout, attend
 from rhymerl.engine.tiles import TileLayout
-from rhymerl.models.attention import FULL, LayerAttention, attend_by_scores, last_seen
+from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.policy import evaluating
 
 NAME = "rhymerl"
@@ -53,7 +54,9 @@ class AttentionPlan:
 
     buckets: list[Bucket]
     paged: PagedLayout | None = None
-    _additive: dict[int | None, list[Tensor]] = field(default_factory=dict)
+    store: KVStore | None = None  # of passes by transformers, which also need
+    positions: Tensor | None = None  # [N]
+    _additive: dict[int | ChunkedWindow | None, list[Tensor]] = field(default_factory=dict)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """Return [N, heads, dim] from query [N, heads, dim] and a layer's keys and values [slots, kv_heads, dim].
@@ -99,16 +102,17 @@ class AttentionPlan:
         out = out.view(rows, kv_heads, -1, width, out.shape[3]).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * width, query.shape[1], -1)
 
-    def _additive_masks(self, query: Tensor, groups: int, window: int | None) -> list[Tensor]:
+    def _additive_masks(self, query: Tensor, groups: int, window: int | ChunkedWindow | None) -> list[Tensor]:
         """Return masks [rows, 1, groups * Q, S] with 0 where visible and -inf elsewhere."""
         if window not in self._additive:
             self._additive[window] = [self._additive_mask(bucket, query, groups, window) for bucket in self.buckets]
         return self._additive[window]
 
     @staticmethod
-    def _additive_mask(bucket: Bucket, query: Tensor, groups: int, window: int | None) -> Tensor:
+    def _additive_mask(bucket: Bucket, query: Tensor, groups: int, window: int | ChunkedWindow | None) -> Tensor:
         rows, width, keys = bucket.shape
-        visible = bucket.mask if window is None or keys <= window else last_seen(bucket.mask, window)
+        reach = window.size if isinstance(window, ChunkedWindow) else window
+        visible = bucket.mask if window is None or reach is None or keys <= reach else last_seen(bucket.mask, window)
         zeros = torch.zeros(rows, width, keys, dtype=query.dtype, device=query.device)
         mask = zeros.masked_fill_(~visible, float("-inf"))
         return mask[:, None, None].expand(rows, 1, groups, width, keys).reshape(rows, 1, groups * width, keys)
@@ -122,7 +126,8 @@ def _as_compiled(
         return None, None, None
     none = torch.full(query.shape[1:2], float("-inf"))
     sinks = none if layer.sinks is None else layer.sinks.detach()
-    return layer.window or _ALL, layer.softcap or 0.0, sinks.to(query.dtype).numpy()
+    window = -layer.window.size if isinstance(layer.window, ChunkedWindow) else layer.window or _ALL
+    return window, layer.softcap or 0.0, sinks.to(query.dtype).numpy()
 
 
 def _attend_by_scores(
@@ -206,8 +211,13 @@ def packed_attention(
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise TypeError(f"this model's attention uses {name}, which a token tree would silently break")
-    layer = LayerAttention.of(sliding_window, softcap, s_aux)
-    output = rhymerl_plan.attend(query[0].transpose(0, 1), key, value, scaling or query.shape[3] ** -0.5, layer)
+    layer, plan = LayerAttention.of(sliding_window, softcap, s_aux, module), rhymerl_plan
+    if key.ndim == 4:  # of the pass's tokens alone, not of the whole store
+        assert plan.store is not None, "a pass by transformers has one"
+        key, value = plan.store.keep(key, value)
+    if plan.positions is not None:
+        query = at_positions(module, query, plan.positions)
+    output = plan.attend(query[0].transpose(0, 1), key, value, scaling or query.shape[3] ** -0.5, layer)
     return output[None], None
 
 

@@ -133,7 +133,9 @@ class DirectForward:
         self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, _Norm.of(body.norm)
         self._layers = [_Layer(*each) for each in zip(body.layers, store.stores, strict=True)]
         windows = (each.attention.window for each in self._layers)
-        self.window = min((each for each in windows if each is not None), default=None)  # the shortest; None = all full
+        self.window = min(
+            (each for each in windows if isinstance(each, int)), default=None
+        )  # the shortest; None = all full
         self.head = _Projection.of(model.lm_head, num_tokens(model))
         self._projections = [self.head, *(each for layer in self._layers for each in layer.projections)]
 

@@ -156,7 +156,8 @@ class Forward:
         own = (layout.slots, layout.token_ids, layout.positions, layout.logit_indices)
         there = iter(self._inputs.put([*own, *(each for arrays in buckets for each in arrays.values()), *also]))
         store.write_slots, token_ids, positions, indices = islice(there, len(own))
-        plan = AttentionPlan([Bucket(**{name: next(there) for name in arrays}) for arrays in buckets], layout.paged)
+        made = [Bucket(**{name: next(there) for name in arrays}) for arrays in buckets]
+        plan = AttentionPlan(made, layout.paged, store, positions)
         with self.autocast(), without_cudnn_attention():
             if direct is not None:
                 at = None if len(indices) == len(token_ids) else indices

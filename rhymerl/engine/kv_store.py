@@ -49,7 +49,11 @@ class SlotPool:
 
 
 class LayerStore(CacheLayerMixin):
-    """Keys and values of one layer, [num_slots, kv_heads, head_dim], allocated by the first pass."""
+    """Keys and values of one layer as its attention gets them, [num_slots, kv_heads, head_dim].
+
+    They are allocated by the first pass, which shows too whether they are what the layer gives to its cache, or made
+    from that (latent attention): then `KVStore.keep` is told of them in each pass.
+    """
 
     is_compileable = False
     is_sliding = False
@@ -60,6 +64,7 @@ class LayerStore(CacheLayerMixin):
         self.keys: Tensor = torch.empty(0)
         self.values: Tensor = torch.empty(0)
         self.is_readable_in_place = False  # by compiled CPU code
+        self.is_cached = False  # what attention gets is known to be what the cache gives
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, not empty: a masked slot has weight 0, and 0 times an uninitialised NaN is NaN.
@@ -75,10 +80,22 @@ class LayerStore(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer for attention."""
+        """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer for attention.
+
+        Unless that is known to read just this, they are returned as they are.
+        """
+        if self.is_cached:
+            return self.keep(key_states, value_states)
+        self._store.latest = self
+        for each in (key_states, value_states):
+            vars(each)["rhymerl_store"] = self
+        return key_states, value_states
+
+    def keep(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [1, kv_heads, tokens, head_dim] to the pass's slots; return the whole layer."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+            self.lazy_initialization(keys, values)
+        self.write(keys[0].transpose(0, 1), values[0].transpose(0, 1))
         return self.keys, self.values
 
     def write(self, keys: Tensor, values: Tensor) -> None:
@@ -107,7 +124,22 @@ class KVStore(Cache):
         self.pool = SlotPool(num_slots)
         self.write_slots: Tensor = torch.empty(0, dtype=torch.int64)
         self.stores = [LayerStore(self) for _ in range(num_layers)]
+        self.latest: LayerStore | None = None  # layer whose attention comes next
         super().__init__(layers=list(self.stores))
+
+    def keep(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store what a layer's attention gets for the tokens of a pass; return the whole layer.
+
+        Layers that share keys and values get those of the one whose cache gave them.
+        """
+        owner: LayerStore | None = vars(keys).get("rhymerl_store")
+        if vars(values).get("rhymerl_store") is owner and owner is not None:
+            self.latest = owner
+            owner.is_cached = True
+        layer, self.latest = self.latest, None
+        if layer is None:
+            raise TypeError("this model's attention computes keys and values that are in no cache")
+        return layer.keep(keys, values)
 
     def free(self) -> None:
         """Free keys and values at once: stores and layers form reference cycles, which Python frees late."""
@@ -122,7 +154,8 @@ class KVStore(Cache):
             mine.keys, mine.values = (
                 each.new_zeros(num_slots + 1, *each.shape[1:]) for each in (other.keys, other.values)
             )
-            mine.is_initialized, mine.is_readable_in_place = other.is_initialized, other.is_readable_in_place
+            for name in ("is_initialized", "is_readable_in_place", "is_cached"):
+                setattr(mine, name, getattr(other, name))
         return store
 
     @property
@@ -133,4 +166,4 @@ class KVStore(Cache):
     @property
     def is_readable_in_place(self) -> bool:
         """Return whether compiled CPU code can read keys and values; False before the first pass."""
-        return self.stores[0].is_readable_in_place
+        return all(each.is_readable_in_place for each in self.stores if each.is_initialized) and self.is_allocated

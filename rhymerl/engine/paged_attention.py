@@ -131,8 +131,10 @@ def _exp_single(
 def _last_seen(visible: SlotArray, leading: int, count: int, window: int) -> int:
     """Keep the `window` keys of the last positions, and return how many there are.
 
-    The `leading` ones are in order; those of a node and its ancestors are in reverse.
+    The `leading` ones are in order; those of a node and its ancestors are in reverse. Below 0 it is a chunk's size.
     """
+    if window < 0:
+        window = (count - 1) % -window + 1
     first = min(leading, max(0, count - window))
     if first:
         for j in range(first, count):
@@ -167,7 +169,7 @@ def attend(
 
     Query and out are [N, heads, dim], keys and values [slots, kv_heads, dim]. `window`, `softcap` and `sinks` are those
     of a `LayerAttention`: all of them, or None, for which nothing is compiled. No window is one of all keys, no cap is
-    0, and no sink is one of -inf.
+    0, and no sink is one of -inf. A window below 0 is a chunk.
     """
     num_tokens, num_heads, dim = query.shape
     groups = num_heads // keys.shape[1]

@@ -1,7 +1,7 @@
-"""What a layer needs of attention beside the causal mask: a window, scores that are soft-capped, sinks.
+"""What a layer needs of attention beside the causal mask: a window or chunks, scores that are soft-capped, sinks.
 
-Nothing is read from a model's config. Each layer says what it needs when it calls transformers' attention interface,
-and proofs compare that with the model's own forward.
+Each layer says what it needs when it calls transformers' attention interface; of chunks alone only its config knows.
+Proofs compare that with the model's own forward.
 """
 
 from __future__ import annotations
@@ -13,26 +13,38 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_SHORT_WINDOW = 3  # positions: of a window in proofs, whose sequences are short
+# Settings that show in long sequences alone, and what they are in proofs, whose sequences are short.
+_LONG = ("sliding_window", "attention_chunk_size", "floor_scale")
+_SHORT = 3  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedWindow:
+    """A window of the positions from the last multiple of `size` on."""
+
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerAttention:
     """What the attention of a layer is beside causal."""
 
-    window: int | None = None  # positions that a token sees, its own among them; None = all
+    window: int | ChunkedWindow | None = None  # positions that a token sees, its own among them; None = all
     softcap: float | None = None  # c: a score s counts as c tanh(s / c)
     sinks: Tensor | None = None  # [heads] the score of a key without a value, which takes its share of each softmax
 
     @classmethod
-    def of(cls, window: int | None, softcap: float | None, sinks: Tensor | None) -> LayerAttention:
-        """Return it for what a layer hands to transformers' attention interface."""
-        if window is None and softcap is None and sinks is None:
+    def of(
+        cls, window: int | None, softcap: float | None, sinks: Tensor | None, module: nn.Module | None = None
+    ) -> LayerAttention:
+        """Return it for what a layer hands to transformers' attention interface, and for the layer itself."""
+        seen = chunk_of(module) if window is None else window
+        if seen is None and softcap is None and sinks is None:
             return FULL
-        return cls(window=window, softcap=softcap, sinks=sinks)
+        return cls(window=seen, softcap=softcap, sinks=sinks)
 
     @property
     def needs_scores(self) -> bool:
@@ -43,13 +55,37 @@ class LayerAttention:
 FULL = LayerAttention()
 
 
-def last_seen(visible: Tensor, window: int) -> Tensor:
+def chunk_of(layer: Any) -> ChunkedWindow | None:
+    """Return the chunks of a layer that sees no other, of which it hands nothing but a mask to the interface."""
+    config = getattr(layer, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if config is None or not kinds or kinds[layer.layer_idx] != "chunked_attention":
+        return None
+    return ChunkedWindow(config.attention_chunk_size)
+
+
+def at_positions(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Return queries, [..., tokens, dim], scaled by their positions where the layer has done so by their places.
+
+    Those are Llama 4's layers without rope, which take a pass for one sequence: arXiv 2501.19399.
+    """
+    if not getattr(layer, "attn_temperature_tuning", False) or layer.use_rope:
+        return query
+    both = torch.stack([positions, torch.arange(len(positions), device=positions.device)]).float()
+    wanted, found = torch.log1p(torch.floor((both + 1) / layer.floor_scale)) * layer.attn_scale + 1
+    scaled: Tensor = query * (wanted.to(query.dtype) / found.to(query.dtype))[:, None]
+    return scaled
+
+
+def last_seen(visible: Tensor, window: int | ChunkedWindow) -> Tensor:
     """Return which keys a window leaves of the visible ones, bool [..., keys], in the order of their positions.
 
     The keys that a token sees have one position each, up to its own. So a window of positions is as many of the last
-    ones, wherever they are stored and whatever stands between them.
+    ones, wherever they are stored and whatever stands between them. A chunk's are as many as its token is away from its
+    start.
     """
-    return visible & (visible.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= window)
+    most = (visible.sum(-1, keepdim=True) - 1) % window.size + 1 if isinstance(window, ChunkedWindow) else window
+    return visible & (visible.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= most)
 
 
 def attend_by_scores(
@@ -78,23 +114,20 @@ def attend_by_scores(
 
 @contextmanager
 def narrowed(model: PreTrainedModel, longest_tokens: float = math.inf) -> Iterator[None]:
-    """Narrow a model's window so that it shows in short sequences, unless no row of `longest_tokens` reaches it.
+    """Narrow a model's windows so that they show in short sequences, unless no row of `longest_tokens` reaches them.
 
     Its own masks and its layers follow the config and the modules. A model in which only some of these do is found out.
     """
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    owners: list[Any] = [
-        config,
-        *(each for each in model.modules() if getattr(each, "sliding_window", None) is not None),
+    owners: list[Any] = [config, *model.modules()]
+    reached = [name for name in _LONG if (getattr(config, name, None) or math.inf) < longest_tokens]
+    before = [
+        (each, name, own) for name in reached for each in owners if (own := getattr(each, name, None)) is not None
     ]
-    if not window or window >= longest_tokens:
-        owners = []
-    before = [each.sliding_window for each in owners]
     try:
-        for each in owners:
-            each.sliding_window = _SHORT_WINDOW
+        for each, name, _ in before:
+            setattr(each, name, _SHORT)
         yield
     finally:
-        for each, own in zip(owners, before, strict=True):
-            each.sliding_window = own
+        for each, name, own in before:
+            setattr(each, name, own)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, at_least, check_ranges
+from rhymerl.models.decoder import decoder_of
 from rhymerl.models.deferred import DeferredWeights
 from rhymerl.models.logprobs import TokenBatch, hidden_states
 from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens
@@ -45,9 +46,9 @@ class CriticSettings:
     def build(self, policy: Policy, *, seed: int) -> Critic:
         """Return a critic of the policy as it is. Raises ConfigError if `path` is no language model of its tokens."""
         if self.shared:
-            return Critic(self, policy.model.get_decoder(), body=None, seed=seed)
+            return Critic(self, decoder_of(policy.model), body=None, seed=seed)
         source = policy if self.path is None else self._load(self.path, policy)
-        decoder = source.model.get_decoder()
+        decoder = decoder_of(source.model)
         body = copy.deepcopy(decoder) if self.path is None else decoder
         weights, prefix = source.weights, _prefix_in(source.model, decoder)
         return Critic(self, body, body=body.train(), seed=seed, weights=weights, prefix=prefix)
@@ -55,11 +56,11 @@ class CriticSettings:
     def outline(self, model: PreTrainedModel) -> Critic:
         """Return the critic of a policy model without content, itself without content: see `PolicySource.outline`."""
         if self.shared:
-            return Critic(self, model.get_decoder(), body=None, seed=0)
+            return Critic(self, decoder_of(model), body=None, seed=0)
         if self.path is None:
-            body = copy.deepcopy(model.get_decoder())
+            body = copy.deepcopy(decoder_of(model))
         else:
-            body = _source(self.path, model).outline(setting="critic").get_decoder()
+            body = decoder_of(_source(self.path, model).outline(setting="critic"))
         return Critic(self, body, body=body, seed=0)
 
     def _load(self, path: str, policy: Policy) -> Policy:

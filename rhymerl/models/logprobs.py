@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
+from rhymerl.models.decoder import decoder_of
 from rhymerl.models.head import chosen_logprobs, head_logprobs
 from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import transform_of
@@ -129,12 +130,12 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
     )
 
 
-def hidden_states(body: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Return the states of a model without its head in front of each response token, [N, H].
+def hidden_states(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Return the states of a model, with or without its head, in front of each response token, [N, H].
 
-    A model that reads a shared layout has to be within `sharing`; the decoder of one that is sharded within a `call` of
-    that.
+    A model that reads a shared layout has to be within `sharing`; one that is sharded within a `call` of it.
     """
+    body = decoder_of(model)
     if batch.shared is not None:
         return at(packed_states(body, batch.shared)[0], batch.indices)
     hidden: Tensor = body(input_ids=batch.input_ids, use_cache=False).last_hidden_state
@@ -195,7 +196,7 @@ def _states_and(
     )
 
     def run() -> tuple[Tensor, T]:
-        hidden = hidden_states(model.get_decoder(), batch)
+        hidden = hidden_states(model, batch)
         return hidden, call(head, of_head, hidden)
 
     return call(model, run)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.attention import narrowed
+from rhymerl.models.decoder import decoder_of
 from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import computing_in
@@ -23,9 +24,10 @@ from rhymerl.models.shared_prefixes import packed_states, place_runs, sharing
 T = TypeVar("T")
 
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
-# What rounding may come to, as a share of the largest value; models of 16 bits are computed in float32, unless they are
-# sharded.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# What rounding may come to, as a share of the largest value. Some layers compute in float32 in any case; models of 16
+# bits are computed in float32, unless they are sharded.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+_KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 
 
@@ -34,12 +36,23 @@ def prove_update(model: PreTrainedModel) -> None:
 
     What float32 does not tell from rounding is computed again in float64.
     """
+    _check_windows(model)
     try:
         _prove_update(model, torch.float32)
     except ConfigError:
         with suppress(ConfigError):  # not every layer can be computed in float64
             return _prove_update(model, torch.float64)
         raise
+
+
+def _check_windows(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    for name in ("sliding_window", "attention_chunk_size"):
+        value = getattr(config, name, None)
+        if value is not None and value < 1:
+            raise ConfigError(
+                f"{named(model)}: {name}={value} in its config.json; expected at least 1, or null for none"
+            )
 
 
 def _prove_update(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -61,7 +74,7 @@ def _prove_update(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def other_attention(model: PreTrainedModel) -> str | None:
     """Return why our own attention (models/attention.py) would silently differ from this model's, or None."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN
     reasons = {
         f"it has {', '.join(sorted(kinds))} layers": bool(kinds),
         "it is an encoder-decoder": bool(config.is_encoder_decoder),
@@ -118,7 +131,7 @@ def _run(function: Callable[[], T]) -> T:
 
 
 def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    states: Tensor = call(model, lambda: model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    states: Tensor = call(model, lambda: decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state)
     return states
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rhymerl.models.attention import FULL, LayerAttention, attend_by_scores, last_seen
+from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.padding import best_starts
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ class RunBucket:
         """Return what B * T queries read, [B * T, heads, dim], of all keys and values, [L, kv_heads, dim]."""
         q = _in_rows(query, len(self.read))
         k, v = (_for_heads(_at(each, self.read), q, layer) for each in (keys, values))
-        mask = self.mask(q, layer.window)
-        block, before = mask.shape[2], k.shape[2] - self.width
-        last = mask.shape[3] - before - block
+        block, before = self.visible.shape[2], k.shape[2] - self.width
+        last = self.visible.shape[3] - before - block
         found = [
             _attend(
                 q[:, :, start : start + block],
@@ -63,20 +62,25 @@ class RunBucket:
                 v[:, :, : before + start + block],
                 scale,
                 layer,
-                mask=mask[:, :, : self.width - start, last - start : before + last + self.width - start],
+                mask=self.mask(
+                    q, layer.window, self.width - start, slice(last - start, before + last + self.width - start)
+                ),
             )
             for start in range(0, self.width, block)
         ]
         return (found[0] if len(found) == 1 else torch.cat(found, 1)).flatten(0, 1)
 
-    def mask(self, like: Tensor, window: int | None) -> Tensor:
-        """Return 0 where visible and -inf elsewhere, made once a pass and window, in the dtype of the first layer."""
+    def mask(self, like: Tensor, window: int | ChunkedWindow | None, queries: int, keys: slice) -> Tensor:
+        """Return 0 where visible and -inf elsewhere, of a block's keys, in the dtype of the first layer.
+
+        It is made once a pass and window. Of chunks, where they begin depends on the block.
+        """
+        if isinstance(window, ChunkedWindow):
+            return _additive(last_seen(self.visible[:, :, :queries, keys], window), like)
         if window not in self._masks:
-            *size, width = self.visible.shape
-            zeros = torch.zeros(*size, width + -width % _ALIGNED, dtype=like.dtype, device=like.device)[..., :width]
             visible = self.visible if window is None else last_seen(self.visible, window)
-            self._masks[window] = zeros.masked_fill_(~visible, float("-inf"))
-        return self._masks[window]
+            self._masks[window] = _additive(visible, like)
+        return self._masks[window][:, :, :queries, keys]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +115,12 @@ class SharedLayout:
             nothing = [np.empty(0, np.int64)] * self.num_prompts
             self._prompts = _bucket(nothing, width * np.arange(self.num_prompts), width, query.device)
         return self._prompts.attend(query, keys, values, scale, layer)
+
+
+def _additive(visible: Tensor, like: Tensor) -> Tensor:
+    *size, width = visible.shape
+    zeros = torch.zeros(*size, width + -width % _ALIGNED, dtype=like.dtype, device=like.device)[..., :width]
+    return zeros.masked_fill_(~visible, float("-inf"))
 
 
 def _in_rows(tokens: Tensor, count: int) -> Tensor:
@@ -306,7 +316,8 @@ def shared_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`SharedLayout.attend` as transformers calls it."""
-    layer = LayerAttention.of(sliding_window, softcap, s_aux)
+    layer = LayerAttention.of(sliding_window, softcap, s_aux, module)
+    query = at_positions(module, query, rhymerl_shared.position_ids[0])
     return rhymerl_shared.attend(query, key, value, scaling or query.shape[3] ** -0.5, layer), None
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, at_least, check_ranges, require
 from rhymerl.models.critic import Critic
+from rhymerl.models.decoder import decoder_of
 from rhymerl.models.policy import is_random, named
 from rhymerl.models.proof import prove_sharing, prove_update
 from rhymerl.models.rope import refuse_changing_rope
@@ -94,7 +95,7 @@ class UpdateSettings:
         body = critic.body if critic is not None else None
         for each in [model, *([body] if body is not None else [])] if self.share_prefixes else []:
             reason = (
-                "it has a dropout" if is_random(each) else prove_sharing(each.get_decoder(), longest_tokens, model=each)
+                "it has a dropout" if is_random(each) else prove_sharing(decoder_of(each), longest_tokens, model=each)
             )
             if reason is not None:
                 if is_first_rank():

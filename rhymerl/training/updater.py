@@ -231,7 +231,7 @@ class Updater:
     def _values(self, tokens: TokenBatch) -> Tensor:
         assert self.critic is not None, "an algorithm that needs values gets a critic"
         with self.autocast():
-            states = partial(hidden_states, self.model.get_decoder(), tokens)
+            states = partial(hidden_states, self.model, tokens)
             return tokens.scatter(
                 self.critic(tokens, call(self.model, states) if self.critic.settings.shared else None)
             )

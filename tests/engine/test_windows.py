@@ -1,4 +1,4 @@
-"""Windows, soft caps and sinks: the engine's log-probs are transformers', whatever is drafted, shared or kept."""
+"""Windows, chunks, soft caps, sinks, latents: log-probs are transformers', whatever is drafted, shared or kept."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rhymerl.engine.layout import PassLayout, lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.support import prove_engine, refuse_unsupported
 from rhymerl.errors import ConfigError
-from rhymerl.models.attention import FULL, LayerAttention, last_seen, narrowed
+from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, last_seen, narrowed
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests
 from rhymerl.types import Completion, RolloutRequest
 from tests.engine.test_kept import asked, play
 from tests.engine.test_lossless import answers, assert_same
-from tests.models.windowed import WINDOWED, InDouble, windowed_model
+from tests.models.windowed import CHUNKED, FAMILIES, LATENTS, WINDOWED, InDouble, windowed_model
 
 
 @cache
@@ -90,8 +90,9 @@ def attended(query, keys, values, sees, layer: LayerAttention) -> np.ndarray:
     """Attention written out: a token sees those whose position is above its own minus the window."""
     out = np.empty(query.shape)
     for n, path in sees.items():
-        window = layer.window or len(path)
-        slots = [slot for position, slot in path if position > path[-1][0] - window]
+        last = path[-1][0]
+        window = last % layer.window.size + 1 if isinstance(layer.window, ChunkedWindow) else layer.window or len(path)
+        slots = [slot for position, slot in path if position > last - window]
         for head in range(query.shape[1]):
             scores = 0.3 * keys[slots, head // 2] @ query[n, head]
             scores = scores if layer.softcap is None else layer.softcap * np.tanh(scores / layer.softcap)
@@ -102,7 +103,7 @@ def attended(query, keys, values, sees, layer: LayerAttention) -> np.ndarray:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 3, 16])
+@pytest.mark.parametrize("window", [None, 1, 3, 16, ChunkedWindow(1), ChunkedWindow(4), ChunkedWindow(7)])
 @pytest.mark.parametrize("more", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 0.7, "sinks": True}], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 2e-5)])
 def test_a_window_counts_positions(compiled, window, more, dtype, tolerance):
@@ -140,7 +141,7 @@ def test_full_layers_are_given_the_one_that_says_so():
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_transformers_own(family):
     model = model_of(family)
     for done in plain_answers(family).values():
@@ -160,7 +161,7 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_no_token(family, drafter):
     """Those of the oracle are longer than the window, and all of them are accepted."""
     plain = plain_answers(family)
@@ -171,7 +172,7 @@ def test_drafts_change_no_token(family, drafter):
 
 
 @pytest.mark.parametrize("drafter", [None, RandomTreeDrafter(vocabulary=16)], ids=["plain", "drafts"])
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "deepseek_v2", "deepseek_v3", "llama4_text"])
 def test_turns_that_are_kept_change_no_token(family, drafter):
     requests = asked(2)
     forgetful = play(Engine(model_of(family)), [replace(each, may_go_on=False) for each in requests])
@@ -213,6 +214,34 @@ def test_the_proof_sees_a_window_that_is_none_of_the_models(family, wrong, monke
     monkeypatch.setattr(attention_module, "last_seen", WRONG[wrong])
     with pytest.raises(ConfigError, match="differ"):
         prove_engine(model)
+
+
+WRONG_CHUNKS = {
+    "one more": ("last_seen", lambda visible, window: last_seen(visible, ChunkedWindow(window.size + 1))),
+    "a window": ("last_seen", lambda visible, window: last_seen(visible, window.size)),
+    "none": ("last_seen", lambda visible, window: visible),
+    "by places": ("at_positions", lambda layer, query, positions: query),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CHUNKS)
+@pytest.mark.parametrize("family", CHUNKED)
+def test_the_proof_sees_chunks_that_are_none_of_the_models(family, wrong, monkeypatch):
+    """They are long, and so are the steps by which queries grow."""
+    model = windowed_model(family, dtype=torch.float32, attention_chunk_size=64, floor_scale=64)
+    refuse_unsupported(model)
+    prove_engine(model)
+    assert model.config.attention_chunk_size == model.model.layers[1].self_attn.floor_scale == 64
+    monkeypatch.setattr(attention_module, *WRONG_CHUNKS[wrong])
+    with pytest.raises(ConfigError, match="differ"):
+        prove_engine(model)
+
+
+@pytest.mark.parametrize("family", LATENTS)
+def test_latents_pass_the_proof(family):
+    model = windowed_model(family, dtype=torch.float32)
+    refuse_unsupported(model)
+    prove_engine(model)
 
 
 def test_a_window_that_no_sequence_reaches_is_not_narrowed():

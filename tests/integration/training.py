@@ -10,6 +10,7 @@ import lightning as L
 import torch
 
 from rhymerl import PromptDataModule, RhymeModule
+from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.settings import UpdateSettings
@@ -32,10 +33,10 @@ class Run:
     learning_rate: float = 3e-3
     ckpt_path: str | None = None
 
-    def train(self, *, callbacks: Sequence[L.Callback] = (), **parts: Any) -> Trained:
+    def train(self, *, callbacks: Sequence[L.Callback] = (), policy: Policy | None = None, **parts: Any) -> Trained:
         """Train with a drafter, a scheduler or the like."""
         module = RhymeModule(
-            tiny_policy(dtype="float64", context=64, peaked=2.0),
+            policy or tiny_policy(dtype="float64", context=64, peaked=2.0),
             rollout=RolloutSettings(group_size=4, max_tokens=16, stop_token_ids=self.stop_token_ids),
             **{"rewards": REWARD, "update": UpdateSettings(learning_rate=self.learning_rate), **parts},
         )

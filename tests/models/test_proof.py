@@ -141,6 +141,22 @@ def test_families_that_it_cannot_train_are_named_with_the_reason(model_type, set
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("mistral", {"sliding_window": 0}),
+        ("mistral", {"sliding_window": -3}),
+        ("llama4_text", {"attention_chunk_size": 0, "num_local_experts": 2, "intermediate_size_mlp": 64}),
+    ],
+)
+def test_a_window_of_nothing_is_refused(model_type, settings):
+    (name, value), *_ = settings.items()
+    with pytest.raises(
+        ConfigError, match=rf"{name}={value} in its config.json; expected at least 1, or null for none$"
+    ):
+        prove_update(small_model(model_type, **settings))
+
+
 def test_a_neutral_scale_is_none():
     prove_update(small_model("granite", logits_scaling=1.0))
 

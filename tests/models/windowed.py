@@ -1,4 +1,4 @@
-"""Small models of families whose layers have windows, soft caps or sinks."""
+"""Small models of families whose layers are not those of Llama: windows, soft caps, sinks, latents, chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from tests.models.small import small_model
+from tests.models.small import LATENT, small_model
 
 _EVERY_OTHER = {"layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
@@ -31,6 +31,28 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": 2},
     "gpt_oss": _EXPERTS,
 }
+_LATENT = {**LATENT, "v_head_dim": 12, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+# Keys and values are computed from what is cached: a narrower vector, or (JetMoE) those of fewer heads.
+LATENTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1},
+    "glm4_moe_lite": _LATENT,
+    "longcat_flash": {**_LATENT, "num_layers": 2, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 16, "moe_topk": 2},
+    "minicpm3": {**_LATENT, "scale_emb": 1, "dim_model_base": 48},
+    "jetmoe": {"num_local_experts": 2, "num_experts_per_tok": 1, "kv_channels": 8, "experts_implementation": "eager"},
+}
+# Its layers have chunks, or no rope and queries that grow with their positions.
+CHUNKED: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "attention_chunk_size": 4,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 5,
+        "attn_scale": 0.7,
+    }
+}
+FAMILIES = {**WINDOWED, **LATENTS, **CHUNKED}
 
 
 def windowed_model(
@@ -38,7 +60,8 @@ def windowed_model(
 ) -> PreTrainedModel:
     """A model whose distributions are neither flat nor one-hot; its sinks are no zeros."""
     torch.manual_seed(0)
-    own = {**WINDOWED[model_type], "sliding_window": sliding_window, "max_position_embeddings": 256, **settings}
+    window = {"sliding_window": sliding_window} if model_type in WINDOWED else {}
+    own = {**FAMILIES[model_type], **window, "max_position_embeddings": 256, **settings}
     model = small_model(model_type, dtype=dtype, initializer_range=0.3, **own)
     return model.eval()
 

@@ -332,13 +332,13 @@ def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
     assert prove_sharing(body, 64) is None
     right = RunBucket.mask
 
-    def opened(self, like, window):
-        mask = right(self, like, window).clone()
+    def opened(self, *given):
+        mask = right(self, *given).clone()
         mask[..., -2, -1] = 0  # the last but one sees the last
         return mask
 
-    def closed(self, like, window):
-        mask = right(self, like, window).clone()
+    def closed(self, *given):
+        mask = right(self, *given).clone()
         mask[:, :, -1, 0] = float("-inf")
         return mask
 

@@ -1,4 +1,4 @@
-"""Prompts computed once by layers with windows, soft caps and sinks: the gradients are those of separate rows."""
+"""Prompts computed once by layers that are not those of Llama: the gradients are those of separate rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from rhymerl.models import shared_prefixes
-from rhymerl.models.attention import last_seen
+from rhymerl.models.attention import ChunkedWindow, last_seen
 from rhymerl.models.proof import prove_sharing
 from rhymerl.models.shared_prefixes import SharedLayout
 from rhymerl.testing import make_prompt
 from rhymerl.training.settings import UpdateSettings
 from tests.models.small import small_model
 from tests.models.test_logprobs import answered
-from tests.models.windowed import WINDOWED, InDouble, windowed_model
+from tests.models.windowed import CHUNKED, FAMILIES, LATENTS, WINDOWED, InDouble, windowed_model
 from tests.training.test_shared_prefixes import assert_equal, gradients
 from tests.training.updates import forgiving_grpo, scored
 
@@ -49,6 +49,21 @@ def test_the_gradients_are_those_of_separate_rows(family, window, longest_prompt
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("longest_prompt", [3, 40])
+@pytest.mark.parametrize("family", LATENTS)
+def test_the_gradients_of_latents_are_those_of_separate_rows(family, longest_prompt):
+    assert_equal(*both(family, samples_of(5, longest_prompt=longest_prompt)))
+
+
+@pytest.mark.parametrize("block", [3, 256])
+@pytest.mark.parametrize("chunk", [1, 4, 24])
+@pytest.mark.parametrize("family", CHUNKED)
+def test_the_gradients_of_chunks_are_those_of_separate_rows(family, chunk, block, monkeypatch):
+    """A block begins anywhere in a chunk."""
+    monkeypatch.setattr(shared_prefixes, "_BLOCK", block)
+    assert_equal(*both(family, samples_of(chunk, longest_prompt=30), attention_chunk_size=chunk))
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_long_runs_attend_in_blocks(family, monkeypatch):
     """A block of 3 makes prompts and answers long; the last one of a run is shorter."""
@@ -59,12 +74,12 @@ def test_long_runs_attend_in_blocks(family, monkeypatch):
 
 def test_activations_that_are_computed_again():
     samples, settings = samples_of(1, longest_prompt=20), {"shares": True, "algorithm": forgiving_grpo}
-    for family in ("gemma2", "gpt_oss"):
+    for family in ("gemma2", "gpt_oss", "deepseek_v3", "llama4_text"):
         settings["policy"] = SimpleNamespace(model=windowed_model(family).train())
         assert_equal(gradients(samples, activation_checkpointing=True, **settings), gradients(samples, **settings))
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_they_share_their_prompts(family):
     assert UpdateSettings().shares(windowed_model(family, dtype=torch.float32), 64)
 
@@ -77,6 +92,22 @@ def test_a_window_that_is_none_of_the_models_is_found_out(family, by, monkeypatc
     monkeypatch.setattr(shared_prefixes, "last_seen", lambda visible, window: last_seen(visible, window + by))
     assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
     assert prove_sharing(body, 16) is None
+
+
+WRONG = {
+    "last_seen": lambda visible, window: last_seen(visible, ChunkedWindow(window.size + 1)),
+    "at_positions": lambda layer, query, positions: query,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("family", CHUNKED)
+def test_chunks_that_are_none_of_the_models_are_found_out(family, name, monkeypatch):
+    """They are long, and so are the steps by which queries grow."""
+    body = windowed_model(family, dtype=torch.float32, attention_chunk_size=16, floor_scale=16).model
+    assert prove_sharing(body, 64) is None
+    monkeypatch.setattr(shared_prefixes, name, WRONG[name])
+    assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
