@@ -67,9 +67,10 @@ class Engine:
         config = model.config.get_text_config()
         positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
         # Running rows and as many prefixes can never hold more than this.
-        self.kv = KVStore(config.num_hidden_layers, min(kv_tokens, 2 * max_running * positions))
+        num_slots, num_rows = min(kv_tokens, 2 * max_running * positions), 2 * max_running + 16
+        self.kv = KVStore(config.num_hidden_layers, num_slots, num_rows)
         self.forward = Forward(model, self.kv, autocast=autocast, stays_ready=owns_model)
-        self.rows = Rows(2 * max_running + 16, min(positions, self.kv.num_slots), self.kv.pool)
+        self.rows = Rows(num_rows, min(positions, self.kv.num_slots), self.kv.pool)
         self.protocol = DraftingProtocol(
             drafter if drafter is not None else NoDrafter(),
             budget if budget is not None else FixedBudget(),
@@ -248,6 +249,7 @@ class Engine:
         rows.slots[row, rows.cached[row] + depth - 1] = slots[kept]
         np.add.at(rows.cached, row, 1)
         rows.pool.give(slots[~kept])
+        self.kv.states.accept(row, depth, np.flatnonzero(kept))
 
     def _finish(self, layout: PassLayout, verified: Verification) -> list[Completion]:
         """Free the rows that sampled a stop token or reached their limit."""

@@ -162,6 +162,7 @@ class Forward:
             if direct is not None:
                 at = None if len(indices) == len(token_ids) else indices
                 return direct(token_ids, positions, at, compared.beside(plan) if compared else plan), [*there]
+            store.states.begin(layout)
             logits: Tensor = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -169,6 +170,7 @@ class Forward:
                 use_cache=True,
                 logits_to_keep=indices,
                 rhymerl_plan=plan,
+                rhymerl_states=store.states,
             ).logits[0, :, : num_tokens(self.model)]
         return logits, [*there]
 

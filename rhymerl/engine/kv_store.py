@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rhymerl.engine import inputs
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
-
-
-class SlotPool:
-    """Numbers of free slots. Which slot a token gets is of no consequence for any value."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()
-        self._num_free = num_slots
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    def take(self, count: int) -> IndexArray:
-        """Return `count` slots; the caller has checked `num_free`."""
-        assert count <= self._num_free, f"took {count} of {self._num_free} free slots"
-        self._num_free -= count
-        return self._free[self._num_free : self._num_free + count].copy()
-
-    def give(self, slots: IndexArray) -> None:
-        """Slots that nobody reads any more."""
-        self._free[self._num_free : self._num_free + len(slots)] = slots
-        self._num_free += len(slots)
-
-    def check_integrity(self, held: Iterable[IndexArray]) -> None:
-        """Raise AssertionError unless every slot is free or held exactly once."""
-        everything = np.concatenate([self._free[: self._num_free], *held])
-        missing = self.num_slots - len(np.unique(everything))
-        assert len(everything) == self.num_slots and missing == 0, (
-            f"KV slots: {len(everything)} accounted for, {self.num_slots} exist, {missing} missing"
-        )
+from rhymerl.engine.recurrent import RowStates
+from rhymerl.engine.slots import SlotPool
 
 
 class LayerStore(CacheLayerMixin):
@@ -117,10 +82,15 @@ class LayerStore(CacheLayerMixin):
 
 
 class KVStore(Cache):
-    """A transformers Cache over slots. `write_slots` [tokens] says where this pass's tokens go."""
+    """A transformers Cache over slots. `write_slots` [tokens] says where this pass's tokens go.
 
-    def __init__(self, num_layers: int, num_slots: int) -> None:
+    What layers keep by row instead of by token is in `states`, of at most `num_rows` rows.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int, num_rows: int = 1) -> None:
         self.num_slots = num_slots
+        self._num_rows = num_rows
+        self.states = RowStates(num_rows)
         self.pool = SlotPool(num_slots)
         self.write_slots: Tensor = torch.empty(0, dtype=torch.int64)
         self.stores = [LayerStore(self) for _ in range(num_layers)]
@@ -146,6 +116,22 @@ class KVStore(Cache):
         for store in self.stores:
             store.keys = store.values = torch.empty(0)
             store.is_initialized = False
+        self.states = RowStates(self._num_rows)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that the layer hands over the inputs of the whole pass."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Return what the convolution of each token takes."""
+        return self.states.windows((layer_idx, state_idx), conv_states, kwargs["conv_kernel_size"])
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that the layer takes all tokens at once; its rule finds the states itself."""
+        self.states.enter((layer_idx, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Change nothing: the rule has advanced the states."""
+        return recurrent_states
 
     def smaller(self, num_slots: int) -> KVStore:
         """Return an empty store for the same layers, allocated if this one is."""
@@ -161,7 +147,7 @@ class KVStore(Cache):
     @property
     def is_allocated(self) -> bool:
         """Return whether a pass has shown the layers' shapes."""
-        return bool(self.stores[0].is_initialized)
+        return any(each.is_initialized for each in self.stores)
 
     @property
     def is_readable_in_place(self) -> bool:

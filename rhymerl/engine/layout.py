@@ -38,6 +38,7 @@ class PassLayout:
     """One packed pass over N tokens of the feeding rows `row` [F]; E rows emit, K = draft nodes, M = E + K."""
 
     row: IndexArray  # [F]
+    source: IndexArray  # [F] whose state each goes on from: its own, that of its prefix, or NOBODY's
     chain: IndexArray  # [F] committed tokens fed
     emits: IndexArray  # [E] which of the F rows end in a root
     drafts: DraftBatch  # of the emitting rows, R = E
@@ -102,6 +103,7 @@ def lay_out_pass(
     buckets = tiles is None and not paged.all()
     return PassLayout(
         row=row,
+        source=np.where(rows.cached[row] == rows.shared[row], rows.prefix_row[row], row),
         chain=chain,
         emits=emits,
         drafts=drafts,

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
-from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.noise import noise_counters
+from rhymerl.engine.slots import SlotPool
 from rhymerl.types import Completion, FinishReason, KeptSets, Output, RolloutRequest
 
 if TYPE_CHECKING:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rhymerl.drafts import Draft, DraftBatch, no_drafts
 from rhymerl.errors import ConfigError
 from rhymerl.models.attention import narrowed
 from rhymerl.models.policy import context_tokens, evaluating, named, refusing
@@ -21,7 +22,9 @@ from rhymerl.types import RolloutRequest
 # log-probs after two paths are apart: a model at its first weights says little, a sharp one a lot.
 # Some layers compute in float32 in any case.
 _SHARE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_NEEDED = "a decoder with attention, full or over a window, in every layer is needed (Qwen2, Qwen3, Llama, Gemma, Mistral, ...)"
+# Types of layers of hybrids: some keep a state by row (engine/recurrent.py), some look at nothing before a token.
+_OF_HYBRIDS = {"conv", "linear_attention", "hybrid", "mlp", "moe"}
+_NEEDED = "a decoder of attention, short convolutions, gated delta nets and Mamba 2 is needed (Qwen2, Qwen3, Llama, Gemma, Mistral, ...)"
 
 
 def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None) -> None:
@@ -31,7 +34,7 @@ def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None
     """
     longest = context_tokens(model.config.get_text_config()) if longest_tokens is None else longest_tokens
     refuse_changing_rope(model, longest)
-    if reason := other_attention(model):
+    if reason := other_attention(model, besides=_OF_HYBRIDS):
         raise ConfigError(f"{_cannot_run(model)}, because {reason}; {_NEEDED}")
 
 
@@ -89,39 +92,25 @@ def _logits_alone(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.nda
 
 def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.ndarray]) -> Tensor:
     """Return [nodes, vocabulary] after each node, all `paths` hanging below `prompt`, which another pass has stored."""
-    from rhymerl.engine.attention import AttentionPlan, Bucket, packed
+    from rhymerl.engine.forward import Forward
     from rhymerl.engine.kv_store import KVStore
+    from rhymerl.engine.layout import lay_out_pass
+    from rhymerl.engine.rows import Rows
 
-    start, width = len(prompt), len(paths[0])
-    total = start + width * len(paths)
-    mask = torch.ones(1, total, total, dtype=torch.bool).tril()
-    for number in range(1, len(paths)):
-        begin = start + number * width
-        mask[0, begin : begin + width, start:begin] = False
-    positions = [*range(start), *(start + depth for _ in paths for depth in range(width))]
-    slots, ids, at, mask = (
-        each.to(model.device)
-        for each in (
-            torch.arange(total),
-            torch.from_numpy(np.concatenate([prompt, *paths])),
-            torch.tensor(positions),
-            mask,
-        )
-    )
+    nodes = np.concatenate(paths)
+    parents = np.arange(-1, len(nodes) - 1, dtype=np.int32)
+    parents[:: len(paths[0])] = -1
+    total = len(prompt) + len(nodes)
     store = KVStore(model.config.get_text_config().num_hidden_layers, total)
-
-    def run(part: slice) -> Tensor:
-        store.write_slots = slots[part]
-        each = slots[: len(slots[part])]
-        bucket = Bucket(kv_slots=slots, mask=mask[:, part], queries=each, real=each, tokens=each)
-        plan = AttentionPlan([bucket], store=store, positions=at[part])
-        more = {"past_key_values": store, "use_cache": True, "rhymerl_plan": plan}
-        logits: Tensor = model(input_ids=ids[None, part], position_ids=at[None, part], **more).logits
-        return logits[0]
-
-    with packed(model):
-        run(slice(0, start))
-        return run(slice(start, total))
+    rows = Rows(1, total, store.pool)
+    row = np.array([rows.enter_prefix(prompt).row])
+    drafts = DraftBatch.pack([Draft(token_ids=nodes, parents=parents)])
+    forward = Forward(model, store, autocast=nullcontext)
+    with forward.ready():
+        forward.logits(lay_out_pass(rows, row, rows.length[row] - 1, np.empty(0, np.int64), no_drafts(0)))
+        rows.cached[row] = rows.length[row] - 1
+        logits, _ = forward.logits(lay_out_pass(rows, row, np.array([1]), np.arange(1), drafts))
+    return logits[1:]
 
 
 def _extremes(request: RolloutRequest) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -71,14 +71,20 @@ def _prove_update(model: PreTrainedModel, dtype: torch.dtype) -> None:
         forget_passes(model)
 
 
-def other_attention(model: PreTrainedModel) -> str | None:
-    """Return why our own attention (models/attention.py) would silently differ from this model's, or None."""
+def other_attention(model: PreTrainedModel, *, besides: Set[str] = frozenset()) -> str | None:
+    """Return why our own attention (models/attention.py) would silently differ from this model's, or None.
+
+    Layers of the types `besides` are computed otherwise. Hybrids do not always say which attention interface they use.
+    """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN
+    layers = set(getattr(config, "layer_types", None) or ())
+    kinds = layers - _KNOWN - besides
     reasons = {
         f"it has {', '.join(sorted(kinds))} layers": bool(kinds),
         "it is an encoder-decoder": bool(config.is_encoder_decoder),
-        "it does not use transformers' attention interface": not model._supports_attention_backend,
+        "it does not use transformers' attention interface": not (
+            model._supports_attention_backend or layers & besides
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -19,9 +19,9 @@ from rhymerl.engine import graphs as graphs_module
 from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.graphs import Graphs, rounded
-from rhymerl.engine.kv_store import SlotPool
 from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.rows import Rows
+from rhymerl.engine.slots import SlotPool
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same

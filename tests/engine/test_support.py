@@ -21,8 +21,6 @@ from tests.models.small import LATENT, small_model
     ("model_type", "settings", "reason"),
     [
         ("deepseek_v32", LATENT, "indexed_attention"),
-        ("qwen3_next", {"num_experts": 2, "num_experts_per_tok": 1, "linear_num_value_heads": 2,
-                        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}, "linear_attention"),
     ],
 )  # fmt: skip
 def test_refused_with_the_reason(model_type, settings, reason):
@@ -73,7 +71,7 @@ def hide_a_token(settings):
 
 def show_a_token(settings):
     mask = settings["rhymerl_plan"].buckets[0].mask
-    mask[0, -1, mask[0, -1].logical_not().nonzero()[0, 0]] = True
+    mask[0, -1, mask[0, -1].logical_not().nonzero()[:1, 0]] = True  # from a prompt's last token none is hidden
 
 
 def move_a_token(settings):
@@ -129,6 +127,7 @@ def test_rounding_is_no_reason_to_refuse(dtype, factor):
 
 # Its layers hide what is behind a window in their masks alone, and do not say so to the attention.
 WINDOW_IN_MASKS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+LIGHTNING = {"layer_types": ["linear_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +137,9 @@ WINDOW_IN_MASKS = {"use_sliding_window": True, "sliding_window": 8, "max_window_
         ("diffllama", {}, "TypeError: .*in no cache"),
         ("doge", {}, "RuntimeError"),
         ("bert-generation", {}, "log-probs of a packed token tree differ"),
+        ("minimax", {**LIGHTNING, "num_local_experts": 2, "num_experts_per_tok": 1}, "MiniMax uses cache of its own"),
+        ("jamba", {}, "ValueError"),
+        ("mamba", {}, "log-probs of a packed token tree differ"),
         (
             "qwen2_moe",
             {**WINDOW_IN_MASKS, "num_experts": 2, "num_experts_per_tok": 1},

@@ -1,4 +1,4 @@
-"""Families with sliding windows, sinks, scaled and capped logits are trained on any engine's answers."""
+"""Families with sliding windows, sinks, scaled and capped logits, and hybrids, are trained on any engine's answers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import ScriptedBackend
 from rhymerl.training.settings import UpdateSettings
 from tests.integration.training import PROMPTS, REWARD
+from tests.models.hybrid import HYBRIDS
 from tests.models.small import small_model
 from tests.models.test_logprobs import make_samples
 
@@ -30,14 +31,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "cohere": ("cohere", {"logit_scale": 0.3}),
     "granite": ("granite", {"logits_scaling": 3.0}),
+    **{name: (name, HYBRIDS[name]) for name in ("lfm2", "qwen3_5_text", "falcon_h1", "nemotron_h")},
 }
+IN_FLOAT32 = {"gpt_oss", "nemotron_h"}  # torch has no grouped product in float64; logits that are always float32
 
 
 def build(family: str) -> PreTrainedModel:
     model_type, settings = FAMILIES[family]
     torch.manual_seed(0)
-    # torch has no grouped product in float64.
-    dtype = torch.float32 if family == "gpt_oss" else torch.float64
+    dtype = torch.float32 if family in IN_FLOAT32 else torch.float64
     return small_model(model_type, dtype=dtype, max_position_embeddings=64, initializer_range=0.3, **settings)
 
 
@@ -83,7 +85,7 @@ def test_they_are_trained_on_the_answers_of_another_engine(family):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        precision="32-true" if family == "gpt_oss" else "64-true",
+        precision="32-true" if family in IN_FLOAT32 else "64-true",
     )
     trainer.fit(module, PromptDataModule(PROMPTS, prompts_per_step=3))
     after = module.model.state_dict()
