@@ -86,7 +86,7 @@ def at_least(least: float, default: T) -> T:
 
 def check_ranges(settings: Any) -> None:
     """Raise ValueError for the first of a dataclass's settings that is not what `at_least` says of it."""
-    for field in dataclasses.fields(settings):
+    for field in (each for each in dataclasses.fields(settings) if each.init):
         value = getattr(settings, field.name)
         if "at_least" in field.metadata and (value is not None or "None" not in str(field.type)):
             require_at_least({field.name: (value, field.metadata["at_least"])})

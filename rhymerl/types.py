@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isnan
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class Prompt:
     token_ids: IntArray  # [P]; integers of any width may be given
     text: str  # what was tokenized
     columns: Mapping[str, Any] = field(default_factory=dict)  # every other column of the row, for the reward
-    is_chat: bool = False  # made of chat messages, by the tokenizer's template
+    messages: Sequence[Mapping[str, Any]] = ()  # that the tokenizer's template made it of; none of plain text
     location: str = field(
         default="", repr=False, compare=False
     )  # of the row, for messages: "data.train='a.jsonl', line 3"
@@ -62,6 +62,11 @@ class Prompt:
             object.__setattr__(
                 self, "token_ids", given.astype(np.int32, casting="same_kind" if len(given) else "unsafe")
             )
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether it was made of chat messages."""
+        return bool(self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +146,7 @@ class TurnEnd:
     waited_s: float = 0.0
     replied_at: float = 0.0  # in Unix time of the worker's machine; 0 where nobody was asked
     saved_s: float | None = None  # of waiting, where the reply was remembered
+    rerendered: int | None = None  # where a part of the episode begins: tokens in front of the reply's, said before
 
     def behind(self, num_tokens: int) -> TurnEnd:
         """Return the turn's end in an answer with `num_tokens` more tokens in front."""
@@ -148,10 +154,23 @@ class TurnEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A part of an episode with a context of its own; an answer whose conversation was never rendered anew is one."""
+
+    prompt: IntArray
+    token_ids: IntArray
+    start: int  # of `token_ids`, in the answer
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """The tokens of an answer so far, with counts of passes and drafts. L = tokens.
 
-    They are all sampled, but for the replies of an environment, which `turns` has.
+    They are all sampled, but for the replies of an environment, which `turns` has. Where a part begins, its prompt
+    stands in the place of the reply.
     """
 
     token_ids: IntArray  # [L]
@@ -192,12 +211,13 @@ class Output:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def __getitem__(self, part: slice) -> Output:
-        """Return some of its tokens; the reason, the counts and the turns stay those of the whole output."""
+    def __getitem__(self, part: slice | BoolArray) -> Output:
+        """Return some of its tokens, by a slice where it has `kept`; all else stays that of the whole output."""
         columns: dict[str, Any] = {
             name: None if column is None else column[part] for name, column in self._columns().items()
         }
-        return replace(self, **columns, kept=None if self.kept is None else self.kept[part])
+        kept = None if self.kept is None else self.kept[cast(slice, part)]
+        return replace(self, **columns, kept=kept)
 
     def __add__(self, later: Output) -> Output:
         """Return its tokens followed by later ones. Counts are summed; the reason is the later output's."""
@@ -223,6 +243,29 @@ class Output:
     def _columns(self) -> dict[str, Any]:
         """Return the arrays with one entry a token, by name."""
         return {name: getattr(self, name) for name in ("token_ids", "logprobs", "policy_versions", "sources")}
+
+    def segments(self, prompt: IntArray) -> list[Segment]:
+        """Return its segments, in order, where `prompt` stands before the first."""
+        begun = [turn for turn in self.turns if turn.rerendered is not None]
+        bounds = [0, *(place for turn in begun for place in (turn.start, turn.stop)), len(self)]
+        prompts = [prompt, *(self.token_ids[turn.start : turn.stop] for turn in begun)]
+        return [
+            Segment(prompt=each, token_ids=self.token_ids[start:stop], start=start)
+            for each, start, stop in zip(prompts, bounds[::2], bounds[1::2], strict=True)
+        ]
+
+    def conversation(self) -> Output:
+        """Return it without the tokens that a part repeats of what was said before, for people and rewards."""
+        repeated = [range(turn.start, turn.start + (turn.rerendered or 0)) for turn in self.turns]
+        if not any(repeated):
+            return self
+        import numpy as np
+
+        kept = np.ones(len(self), np.bool_)
+        kept[[place for each in repeated for place in each]] = False
+        at = np.concatenate([[0], np.cumsum(kept)]).tolist()
+        turns = tuple(replace(turn, start=at[turn.start], stop=at[turn.stop], rerendered=None) for turn in self.turns)
+        return replace(replace(self, kept=None)[kept], turns=turns)
 
     @property
     def kept_sets(self) -> list[IntArray]:
@@ -270,6 +313,7 @@ class RolloutRequest:
     prefetched: IntArray | None = (
         None  # a draft of the whole answer: what the policy before sampled with the same noise
     )
+    segment: int = 0  # of an episode in segments: which of them this asks for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +375,10 @@ class Sample:
     @property
     def num_sampled(self) -> int:
         return self.completion.output.num_sampled
+
+    @property
+    def segments(self) -> list[Segment]:
+        return self.completion.output.segments(self.prompt.token_ids)
 
     def __len__(self) -> int:
         return len(self.completion.token_ids)

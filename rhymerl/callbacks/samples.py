@@ -95,7 +95,7 @@ class WriteAnswers(L.Callback):
 
 def sample_row(sample: Sample, pl_module: Any) -> dict[str, Any]:
     """Return the row of a sample for people; `columns` are the data's columns beside the prompt, such as `answer`."""
-    output = sample.completion.output
+    output = sample.completion.output.conversation()
     return {
         "prompt": sample.prompt.text,
         "response": sample.text,

@@ -86,7 +86,7 @@ class RecordSteps(L.Callback):
                 "answer": index,
                 "prompt": samples[index].prompt.text,
                 "text": samples[index].text,
-                **_parts(samples[index].completion.output, pl_module.decode),
+                **_parts(samples[index].completion.output.conversation(), pl_module.decode),
                 "rewards": dict(samples[index].rewards),
                 "advantage": advantage,
             }

@@ -20,6 +20,7 @@ from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.environments.base import Environment
 from rhymerl.errors import ConfigError
+from rhymerl.models.chat import ChatTokenizer
 from rhymerl.models.policy import Policy
 from rhymerl.progress import counted
 from rhymerl.tasks.base import Task
@@ -264,6 +265,12 @@ class PromptDataModule(L.LightningDataModule):
     def template_arguments(self) -> dict[str, Any]:
         """Return the user's arguments of the chat template, with the environment's tools, if it has any."""
         return with_tools(self.chat_template_kwargs, self._tools)
+
+    @property
+    def chat(self) -> ChatTokenizer:
+        """Return what has rendered the prompts; known after `setup`."""
+        assert self._encoder is not None, "setup() comes before"
+        return self._encoder.chat
 
     @property
     def _tells_time(self) -> bool:

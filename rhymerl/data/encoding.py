@@ -91,7 +91,8 @@ class PromptEncoder:
 
     def encode(self, located: LocatedRow, *, prompt_id: str) -> Prompt:
         """Raises DataError, naming the row, when it has no prompt or one that cannot be encoded."""
-        text, token_ids = self._tokenize(located)
+        prompt = self._prompt_of(located)
+        text, token_ids = self._tokenize(prompt, located.location)
         if not len(token_ids):
             raise DataError(f"{located.location}: the prompt is empty; expected at least one token")
         self.chat.check_known(text, token_ids, f"{located.location}: the prompt")
@@ -102,7 +103,7 @@ class PromptEncoder:
             token_ids=token_ids,
             text=text,
             columns={name: value for name, value in located.row.items() if name not in (self.prompt_column, "id")},
-            is_chat=self.system_prompt is not None or not isinstance(located.row[self.prompt_column], str),
+            messages=() if isinstance(prompt, str) else prompt,
             location=located.location,
         )
 
@@ -116,7 +117,8 @@ class PromptEncoder:
                 self.prompt_column,
             )
 
-    def _tokenize(self, located: LocatedRow) -> tuple[str, IntArray]:
+    def _prompt_of(self, located: LocatedRow) -> str | list[Mapping[str, Any]]:
+        """Return a row's text, or chat messages."""
         where = f"{located.location}: data.prompt_column={self.prompt_column!r}"
         if self.prompt_column not in located.row:
             columns = ", ".join(map(repr, located.row)) or "none"
@@ -126,16 +128,19 @@ class PromptEncoder:
             raise DataError(f"{where}: the prompt is null; expected a string or a list of chat messages")
         if self.system_prompt is not None and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
+        return prompt if isinstance(prompt, str) else self._checked(prompt, located.location)
+
+    def _tokenize(self, prompt: str | list[Mapping[str, Any]], location: str) -> tuple[str, IntArray]:
+        where = f"{location}: the prompt"
         if not isinstance(prompt, str):
-            text = self._render(prompt, located.location)
-            return text, self.chat.token_ids(text, f"{located.location}: the prompt")
+            text = self.chat.render(prompt, location)
+            return text, self.chat.token_ids(text, where)
         if self.tokenizer.chat_template and self.plain_text_at is None:
-            self.plain_text_at = located.location
+            self.plain_text_at = location
         begins_itself = bool(self.tokenizer.bos_token) and prompt.startswith(str(self.tokenizer.bos_token))
-        where = f"{located.location}: the prompt"
         return prompt, self.chat.token_ids(prompt, where, add_special_tokens=not begins_itself)
 
-    def _render(self, given: object, location: str) -> str:
+    def _checked(self, given: object, location: str) -> list[Mapping[str, Any]]:
         what = f"{location}: {self.prompt_column!r}"
         messages = check_messages(given, what)
         if messages[-1]["role"] == "assistant":
@@ -146,7 +151,7 @@ class PromptEncoder:
         if self.system_prompt is not None:
             messages = _with_system(messages, self.system_prompt)
         self.chat.check_template(f"{location}: the prompt")
-        return self.chat.render(messages, location)
+        return messages
 
 
 def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: LengthLimits) -> list[Prompt]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows, with_tools
 from rhymerl.data.sources import DataSource, read_rows
 from rhymerl.errors import ConfigError, at_least, check_ranges
+from rhymerl.models.chat import ChatTokenizer
 from rhymerl.models.policy import Policy
 from rhymerl.tasks.base import Task
 from rhymerl.types import Prompt
@@ -30,6 +31,7 @@ class PromptSource:
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_prompt_tokens: int | None = at_least(1, None)
     filter_overlong_prompts: bool = False
+    chat: ChatTokenizer = field(init=False, repr=False)  # what has rendered the prompts, once they are read
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -57,6 +59,7 @@ class PromptSource:
             max_prompt_tokens=self.max_prompt_tokens,
             drops_longer=self.filter_overlong_prompts,
         )
+        self.chat = encoder.chat
         prompts = encode_rows(read_rows(source, "data.prompts"), encoder, limits)
         encoder.warn()
         return prompts

@@ -171,7 +171,7 @@ class HistoryTreeDrafter(Drafter):
         rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
         self._behind.append(group)
         self._history.settle(_key(request), wait=bool(self.deterministic))
-        sealed = self._history.get(_key(request), request.prompt.token_ids)
+        sealed = self._history.get(_key(request), None if request.segment else request.prompt.token_ids)
         pool = self._history.pool(request.split, wait=bool(self.deterministic))
         return _Asker(group.index, rows, sealed or _NO_HISTORY, pool or _NO_HISTORY.index, np.array(lines))
 

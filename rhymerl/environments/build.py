@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from rhymerl.environments.episodes import Episodes
 from rhymerl.environments.memory import RememberingPool
 from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.errors import ConfigError
+from rhymerl.models.chat import ChatTokenizer
 from rhymerl.tasks.base import Task
 
 _LOG = logging.getLogger(__name__)
@@ -47,14 +48,14 @@ class EpisodeSettings:
     """
 
     environment: Any
-    tokenizer: PreTrainedTokenizerBase
-    chat_template_kwargs: Mapping[str, Any] | None
+    chat: ChatTokenizer  # that of the prompts
     stop_token_ids: Sequence[int]
     max_turns: int
     max_turn_tokens: int | None
     max_reply_tokens: int
     reply_timeout_s: float
     reply_memory_mb: int
+    rerenders: bool
     longest_tokens: int
     num_processes: int
     lockstep: bool = False  # nothing follows the clock
@@ -65,7 +66,7 @@ class EpisodeSettings:
         """What turns follow from: under other words a run does not go on with episodes that had begun."""
         kind = type(self.environment)
         limits = self.max_turns, self.max_turn_tokens, self.max_reply_tokens
-        return f"{kind.__module__}.{kind.__qualname__} {limits}"
+        return f"{kind.__module__}.{kind.__qualname__} {limits}{' rerender' if self.rerenders else ''}"
 
     def warn(self) -> None:
         """Say what is remarkable; called once a run, on rank 0."""
@@ -75,14 +76,15 @@ class EpisodeSettings:
     def encoder(self) -> ReplyEncoder:
         """Return what makes tokens of replies."""
         return ReplyEncoder(
-            self.tokenizer,
-            chat_template_kwargs=self.chat_template_kwargs,
+            self.chat.tokenizer,
+            chat_template_kwargs=self.chat.chat_template_kwargs,
+            started=self.chat.started,
             stop_token_ids=self.stop_token_ids,
             max_reply_tokens=self.max_reply_tokens,
         )
 
     def _decode(self, token_ids: Any) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        return str(self.chat.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _pool(self) -> EnvironmentPool | RememberingPool:
         pool = EnvironmentPool(self.environment, num_processes=self.num_processes, timeout_s=self.reply_timeout_s)
@@ -99,5 +101,6 @@ class EpisodeSettings:
             context_tokens=self.longest_tokens,
             max_turns=self.max_turns,
             max_turn_tokens=self.max_turn_tokens,
+            rerenders=self.rerenders,
             lockstep=self.lockstep,
         )

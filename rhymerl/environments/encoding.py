@@ -33,6 +33,8 @@ class Boundary:
     end_text: str
     begins_reply: bool = False  # the same token is the first one of the reply, as in GLM
     ended_by: int | None  # what the policy samples there, as far as is known
+    lead: str = ""  # what the template writes between its generation prompt and the words of the turn
+    closing: str = ""  # and between these and its end
 
 
 class ReplyEncoder:
@@ -82,7 +84,19 @@ class ReplyEncoder:
         is_cut: bool = False,
         location: str = "environment",
     ) -> IntArray:
-        """Return the reply's tokens, int32 [R].
+        """Return the tokens of a reply, int32 [R]; see `fitted`."""
+        return self.fitted(reply, is_chat=is_chat, ended_by=ended_by, is_cut=is_cut, location=location)[1]
+
+    def fitted(
+        self,
+        reply: object,
+        *,
+        is_chat: bool,
+        ended_by: int | None = None,
+        is_cut: bool = False,
+        location: str = "environment",
+    ) -> tuple[str | Messages, IntArray]:
+        """Return a reply as the policy gets it, cut if it is too long, and the tokens that are appended, int32 [R].
 
         The reply is a string or chat messages. `is_chat` says that the prompt was chat messages; a string is then one
         message of the user. `ended_by` is the stop token that was sampled, by default the template's own; a turn that
@@ -95,24 +109,33 @@ class ReplyEncoder:
         if ended_by is None and not is_cut:
             ended_by = boundary.ended_by
 
-        def encoded(num_characters: int | None) -> IntArray:
+        def encoded(num_characters: int | None) -> tuple[str | Messages, IntArray]:
             """The tokens where each text has at most so many characters in front of the mark."""
             shortened = content if num_characters is None else self._shortened(content, num_characters)
             text, token_ids = self.appended(shortened, boundary, ended_by=ended_by, location=location)
             self.chat.check_known(text, token_ids, where)
-            return token_ids
+            return shortened, token_ids
 
         limit = self.max_reply_tokens
         longest = None if limit is None else _CHARACTERS_PER_TOKEN * limit
-        token_ids = encoded(longest)
-        if limit is None or longest is None or len(token_ids) <= limit:
-            return token_ids
-        num_fitting = bisect_right(range(longest), limit, key=lambda length: len(encoded(length)))
+        found = encoded(longest)
+        if limit is None or longest is None or len(found[1]) <= limit:
+            return found
+        num_fitting = bisect_right(range(longest), limit, key=lambda length: len(encoded(length)[1]))
         if not num_fitting:
             raise DataError(
-                f"{where} has {len(encoded(0))} tokens with all of its text cut, more than rollout.max_reply_tokens={limit}"
+                f"{where} has {len(encoded(0)[1])} tokens with all of its text cut, more than rollout.max_reply_tokens={limit}"
             )
         return encoded(num_fitting - 1)
+
+    def answer(self, text: str, reply: str | Messages, location: str) -> dict[str, str]:
+        """Return the message of a turn that this reply follows: its text without what the template writes itself."""
+        boundary = self.boundary(reply, location)
+        return {"role": "assistant", "content": text.removeprefix(boundary.lead).removesuffix(boundary.closing)}
+
+    def rendered(self, messages: Messages, location: str) -> IntArray:
+        """Return the tokens of a whole conversation in front of the policy's next turn."""
+        return self.chat.token_ids(self.chat.render(messages, location), location)
 
     def _checked(self, reply: object, where: str, *, is_chat: bool) -> str | Messages:
         if isinstance(reply, str):
@@ -189,6 +212,7 @@ class ReplyEncoder:
             raise DataError(
                 f"{location}: the tokenizer's chat template writes no special token behind a call of a tool"
             )
+        opening = self.chat.render(base_conversation(messages, calls_tools=calls_tools)[:1], location)
         begins_reply = special == [end_id] and end_id != self._eos_id
         is_sampled = end_id is not None and (end_id in self._stop_ids or not begins_reply)
         return Boundary(
@@ -197,6 +221,8 @@ class ReplyEncoder:
             end_text=self.text_of(end_id),
             begins_reply=begins_reply,
             ended_by=end_id if is_sampled else self._eos_id,
+            lead=text[len(opening) : start] if text.startswith(opening) else "",
+            closing=between.partition(self.text_of(end_id))[0] if self.text_of(end_id) else "",
         )
 
     def text_of(self, token_id: int | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from rhymerl.environments.base import Reply, Turn
 from rhymerl.environments.memory import RememberingPool
 from rhymerl.environments.pool import EnvironmentPool, Replied
 from rhymerl.errors import DataError
-from rhymerl.types import FinishReason, Output, RolloutRequest, TurnEnd
+from rhymerl.types import FinishReason, Output, Prompt, RolloutRequest, TurnEnd
 
 _LOG = logging.getLogger(__name__)
 _NOTHING = np.empty(0, np.int32)
@@ -52,10 +53,12 @@ class Episodes:
         context_tokens: int,
         max_turns: int | None = None,
         max_turn_tokens: int | None = None,
+        rerenders: bool = False,
         lockstep: bool = False,
     ) -> None:
         self._pool = pool
         self._encoder = encoder
+        self._rerenders = rerenders
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
         self.lockstep = lockstep  # all replies are waited for, even where there is something to decode
@@ -74,15 +77,20 @@ class Episodes:
         return len(self._waiting)
 
     def next_turn(self, request: RolloutRequest) -> RolloutRequest:
-        """Return the request of one more turn; it ends at the nearest limit of turn, episode and context."""
+        """Return the request of one more turn; it ends at the nearest limit of turn, episode and context.
+
+        What an engine knows of an episode in parts is the last one.
+        """
         output = request.output or Output.of()
         begin = output.turns[-1].stop if output.turns else 0
         left = min(
             request.sampling.max_tokens - output.num_sampled,
-            self._context_tokens - len(request.prompt.token_ids) - len(output),
+            self._room(request, output),
             (self._max_turn_tokens or request.sampling.max_tokens) - (len(output) - begin),
         )
-        return replace(request, sampling=replace(request.sampling, max_tokens=len(output) + left), may_go_on=True)
+        part = of_last_segment(request)
+        most = len(part.output or ()) + left
+        return replace(part, sampling=replace(request.sampling, max_tokens=most), may_go_on=True)
 
     def after_turn(self, request: RolloutRequest, output: Output) -> Output:
         """Return the engine's output as part of the episode: where the engine stopped, only a turn has ended."""
@@ -122,16 +130,16 @@ class Episodes:
     def _behind(self, ended: _EndedTurn, replied: Replied) -> Output:
         """Return the answer with an environment's reply behind its last turn, or as it has ended."""
         request, output, text = ended
-        reply, failure, tokens = replied.reply or Reply(), replied.failure, _NOTHING
+        reply, failure, tokens, said = replied.reply or Reply(), replied.failure, _NOTHING, None
         reason = self._ending(request, output, replied.reply)
         if reason == "withdrawn":
             try:
-                tokens = self._tokens_of(reply, request, output)
+                tokens, said = self._tokens_of(reply, request, output, text)
             except DataError as error:
                 reason, failure = "environment", str(error).removeprefix(f"{self._location(request)}: ")
             else:
-                if len(tokens) >= self._room(request, output):
-                    reason, tokens, failure = "context", _NOTHING, self._too_long(tokens)
+                if len(tokens) >= (self._room(request, output) if said is None else self._context_tokens):
+                    reason, tokens, said, failure = "context", _NOTHING, None, self._too_long(tokens, said)
         if failure:
             self._warn(request, reason, failure)
         turn = TurnEnd(
@@ -144,20 +152,43 @@ class Episodes:
             waited_s=replied.waited_s,
             replied_at=replied.replied_at,
             saved_s=replied.saved_s,
+            rerendered=said,
         )
         return replace(output + _unsampled(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
 
-    def _tokens_of(self, reply: Reply, request: RolloutRequest, output: Output) -> IntArray:
-        """Raises DataError for a reply that the tokenizer or its chat template cannot carry."""
-        return self._encoder.encode(
-            reply.content,
-            is_chat=request.prompt.is_chat,
-            ended_by=int(output.token_ids[-1]),
-            location=self._location(request),
-        )
+    def _tokens_of(
+        self, reply: Reply, request: RolloutRequest, output: Output, text: str
+    ) -> tuple[IntArray, int | None]:
+        """Return what follows the turn; where another part begins, also how many of its tokens have been said before.
 
-    def _too_long(self, tokens: IntArray) -> str:
-        return f"its reply of {len(tokens)} tokens leaves no room for a turn in the model's context of {self._context_tokens}"
+        Raises DataError for a reply that the tokenizer or its chat template cannot carry.
+        """
+        is_chat, location = request.prompt.is_chat, self._location(request)
+        if is_chat and self._rerenders:
+            last = TurnEnd(start=len(output), stop=len(output), text=text, reply=reply.content)
+            return self._rendered(replace(output, turns=(*output.turns, last)), request.prompt, location)
+        ended_by = int(output.token_ids[-1])
+        return self._encoder.encode(reply.content, is_chat=is_chat, ended_by=ended_by, location=location), None
+
+    def _rendered(self, output: Output, prompt: Prompt, location: str) -> tuple[IntArray, int | None]:
+        """Return what the template appends to the last part, or its rendering of the whole, which begins another."""
+        messages, appended = [*prompt.messages], _NOTHING
+        for turn in output.turns:
+            ended_by = int(output.token_ids[turn.start - 1])
+            shown, appended = self._encoder.fitted(turn.reply, is_chat=True, ended_by=ended_by, location=location)
+            messages += [self._encoder.answer(turn.text, shown, location), *shown]
+        whole = self._encoder.rendered(messages, location)
+        part = output.segments(prompt.token_ids)[-1]
+        known = np.concatenate([part.prompt, part.token_ids])
+        if np.array_equal(whole[: len(known)], known):
+            return whole[len(known) :], None
+        return whole, max(len(whole) - len(appended), 0)
+
+    def _too_long(self, tokens: IntArray, said: int | None) -> str:
+        what = "its reply" if said is None else "the conversation with its reply"
+        return (
+            f"{what} of {len(tokens)} tokens leaves no room for a turn in the model's context of {self._context_tokens}"
+        )
 
     @staticmethod
     def _location(request: RolloutRequest) -> str:
@@ -186,13 +217,34 @@ class Episodes:
 
     def _room(self, request: RolloutRequest, output: Output) -> int:
         """Return how many tokens the model's context has left."""
-        return self._context_tokens - len(request.prompt.token_ids) - len(output)
+        return self._context_tokens - len(output.segments(request.prompt.token_ids)[-1])
 
     def _last_text(self, request: RolloutRequest, output: Output) -> str:
         """Return what the policy has said since the last reply, without the token that ends it."""
         start, end = output.turns[-1].stop if output.turns else 0, len(output)
         has_stop = end > start and int(output.token_ids[end - 1]) in request.sampling.stop_token_ids
         return self._decode(output.token_ids[start : end - has_stop])
+
+
+def of_last_segment(request: RolloutRequest) -> RolloutRequest:
+    """Return the request of the segment that goes on: its prompt and its noise are its own, and follow from these."""
+    if request.output is None:
+        return request
+    *before, last = request.output.segments(request.prompt.token_ids)
+    if not before:
+        return request
+    ended, rest = request.output[: last.start], request.output[last.start :]
+    turns = tuple(turn.behind(-last.start) for turn in request.output.turns if turn.start >= last.start)
+    known = request.prefetched
+    agrees = known is not None and np.array_equal(known[: len(ended)], ended.token_ids)
+    return replace(
+        request,
+        prompt=replace(request.prompt, token_ids=last.prompt),
+        seed=int.from_bytes(blake2b(f"{request.seed}/{len(before)}".encode(), digest_size=8).digest(), "little"),
+        output=replace(rest, turns=turns),
+        prefetched=known[len(ended) :] if known is not None and agrees else None,
+        segment=len(before),
+    )
 
 
 def _unsampled(output: Output, tokens: IntArray) -> Output:

@@ -31,17 +31,25 @@ class _Turn:
         return [self.answer, *self.reply]
 
 
-def prove(encoder: ReplyEncoder, roles: Sequence[str], *, opening: Messages = ()) -> str | None:
+def prove(
+    encoder: ReplyEncoder, roles: Sequence[str], *, opening: Messages = (), rerenders: bool = False
+) -> str | None:
     """Return what made episodes would lose or gain by rendering them anew; None where the template only appends.
 
     Called once at the start, on the CPU. `roles` are those of the environment's replies, such as "user" or "tool", and
-    `opening` is a prompt of the run. Raises ConfigError where the template cannot carry a reply of such a role at all.
+    `opening` is a prompt of the run. If a run `rerenders`, it begins another part there. Raises ConfigError where the
+    template cannot carry a reply of such a role at all, or not behind what the policy has said.
     """
     opening = opening or [{"role": "user", "content": "Is it so?"}]
     for role in roles if encoder.chat.tokenizer.chat_template else ():
         thinks = encoder.chat.render(opening, _LOCATION).rstrip().endswith("<think>")
         episodes = _episodes(role, thought=_THOUGHT if thinks else "")
         if role == "tool" and _rendered(encoder, [*opening, *_messages(episodes["three turns"])]) is None:
+            if rerenders:
+                raise ConfigError(
+                    "rollout.history='rerender': the tokenizer's chat template takes a tool's result only behind a call that it writes "
+                    "itself; expected keep"
+                )
             episodes = {title: [_calling(turn) for turn in turns] for title, turns in episodes.items()}
         for title, turns in episodes.items():
             try:
@@ -51,7 +59,8 @@ def prove(encoder: ReplyEncoder, roles: Sequence[str], *, opening: Messages = ()
                     f"{error}; expected a model (model.path) whose template takes replies of the role {role!r}"
                 ) from error
             if difference is not None:
-                return f"an episode's tokens stay as they are, where one rendering of the whole has others ({title}: {difference})"
+                done = "another part of an episode begins" if rerenders else "an episode's tokens stay as they are,"
+                return f"{done} where one rendering of the whole has others ({title}: {difference})"
     return None
 
 

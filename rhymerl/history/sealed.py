@@ -148,10 +148,13 @@ class SealedHistory:
         found = self._sealed.get(_pool(split))
         return found if isinstance(found, SuffixIndex) else None
 
-    def get(self, name: Name, prompt: IntArray) -> SealedAnswers | None:
-        """Return the prompt's settled index; None when there is none, or when the name belongs to another prompt."""
+    def get(self, name: Name, prompt: IntArray | None) -> SealedAnswers | None:
+        """Return the prompt's settled index; None when there is none, or when the name belongs to another prompt.
+
+        Of a later part of an episode, which has other tokens, the `prompt` is None.
+        """
         sealed = self._sealed.get(name)
-        if isinstance(sealed, SealedAnswers) and np.array_equal(sealed.prompt_token_ids, prompt):
+        if isinstance(sealed, SealedAnswers) and (prompt is None or np.array_equal(sealed.prompt_token_ids, prompt)):
             return sealed
         return None
 

@@ -38,6 +38,7 @@ class TraceRecord:
     finish_reason: FinishReason
     logprobs: FloatArray | None = None  # [L] behaviour log-probs, nats
     sampled: BoolArray | None = None  # [L] all but the replies of an environment; None where there are none
+    parts: IntArray | None = None  # [K] where the prompts of an episode's later parts begin in it; None: there are none
     waits: FloatArray | None = None  # [T] seconds from the end of each turn to its reply; None where that is unknown
     prompt: str | None = None  # what was tokenized, for people; None where nobody has written it down
     response: str | None = None  # without special tokens
@@ -55,6 +56,7 @@ def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False, with_w
     completion, turns = sample.completion, sample.completion.output.turns
     if not completion.output.is_finished:
         raise ValueError(f"request {completion.request.id} was withdrawn: only whole answers are recorded")
+    begun = [turn.start for turn in turns if turn.rerendered is not None]
     return TraceRecord(
         epoch=epoch,
         prompt_id=sample.prompt.id,
@@ -65,6 +67,7 @@ def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False, with_w
         finish_reason=completion.finish_reason,
         logprobs=completion.logprobs if with_logprobs else None,
         sampled=completion.output.sampled if turns else None,
+        parts=np.array(begun, np.int32) if begun else None,
         waits=np.array([turn.waited_s for turn in turns]) if turns and with_waits else None,
         prompt=sample.prompt.text,
         response=sample.text,
@@ -162,6 +165,8 @@ def _line_of(record: TraceRecord) -> str:
         fields["logprobs"] = record.logprobs.tolist()
     if record.sampled is not None:
         fields["sampled"] = record.sampled.astype(int).tolist()
+    if record.parts is not None:
+        fields["parts"] = record.parts.tolist()
     if record.waits is not None:
         fields["waits"] = record.waits.round(4).tolist()
     texts = {"prompt": record.prompt, "response": record.response}
@@ -196,6 +201,7 @@ def _record(row: dict[str, Any]) -> TraceRecord:
         finish_reason=_finish_reason(row),
         logprobs=None if row.get("logprobs") is None else _logprobs(row, len(response)),
         sampled=None if row.get("sampled") is None else _sampled(row, len(response)),
+        parts=None if row.get("parts") is None else _parts(row),
         waits=None if row.get("waits") is None else _waits(row),
         prompt=_text(row, "prompt"),
         response=_text(row, "response"),
@@ -258,6 +264,13 @@ def _sampled(row: dict[str, Any], length: int) -> BoolArray:
     if not set(map(type, values)) <= {int} or not set(values) <= {0, 1} or len(values) != length:
         raise ValueError(f"sampled: expected 0 or 1 for each response token, {length} of them")
     return np.array(values, np.bool_)
+
+
+def _parts(row: dict[str, Any]) -> IntArray:
+    places, sampled = _tokens(row, "parts"), np.array([1, *(row.get("sampled") or ())])
+    if not set(places.tolist()) <= set(np.flatnonzero(np.diff(sampled) < 0).tolist()):
+        raise ValueError("parts: expected places of response tokens at which replies begin, by `sampled`")
+    return places
 
 
 def _finish_reason(row: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
 from rhymerl.models.shared_prefixes import SharedLayout, at, packed_states, place_runs
-from rhymerl.types import Sample
+from rhymerl.types import Sample, Segment
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -40,13 +41,13 @@ _LOGIT_SHARE_OF_GPU = 1 / 64  # of its memory, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Samples side by side, padded on the right. B = samples, S = prompt and response, T = response.
+    """Samples side by side, padded on the right. B = samples, R = parts, S = prompt and response, T = response.
 
     N = response tokens; in a shared layout those that come after different tokens, so that several samples may have one
     in common.
     """
 
-    input_ids: Tensor  # [B, S]; [1, L] in a shared layout
+    input_ids: Tensor  # [R, S], a row for each part of a sample; [1, L] in a shared layout
     indices: Tensor  # [N] flat index into `input_ids` of the token before each
     targets: Tensor  # [N] the tokens
     response: Tensor  # [B, T] bool, where the response tokens stand; [B, T + 1] with positions behind the last ones
@@ -71,17 +72,13 @@ def token_batch(
     """
     if shares:
         return _shared_batch(samples, device, behind=behind)
-    prompts = [len(sample.prompt.token_ids) for sample in samples]
-    lengths = [len(sample) for sample in samples]
-    width = max(p + n for p, n in zip(prompts, lengths, strict=True))
-    ids = np.zeros((len(samples), width), np.int64)
-    for line, sample, start, count in zip(ids, samples, prompts, lengths, strict=True):
-        line[:start] = sample.prompt.token_ids
-        line[start : start + count] = sample.completion.token_ids
-    column = np.arange(max(lengths) + behind)
-    response = column < np.array(lengths)[:, None] + behind
-    before = np.arange(len(samples))[:, None] * width + np.array(prompts)[:, None] - 1 + column
-    indices = before[response]
+    parts, counts, response = _parts(samples, behind=behind)
+    width = max(map(len, parts))
+    ids = np.zeros((len(parts), width), np.int64)
+    firsts = np.array([len(part.prompt) for part in parts]) - 1 + width * np.arange(len(parts))
+    for line, part in zip(ids, parts, strict=True):
+        line[: len(part)] = np.concatenate([part.prompt, part.token_ids])
+    indices = np.concatenate([first + np.arange(count) for first, count in zip(firsts, counts, strict=True)])
     sets = _kept_sets(samples, behind=behind)
     return TokenBatch(
         input_ids=torch.from_numpy(ids).to(device),
@@ -94,24 +91,39 @@ def token_batch(
 
 def _kept_sets(samples: Sequence[Sample], *, behind: bool) -> list[IntArray] | None:
     """Return what truncation left at each response token of all samples, in order; None where nothing was noted."""
-    outputs = [sample.completion.output for sample in samples]
-    if all(output.kept is None for output in outputs):
+    if all(sample.completion.output.kept is None for sample in samples):
         return None
-    return [each for output in outputs for each in [*output.kept_sets, *[output.token_ids[:0]] * behind]]
+    found: list[IntArray] = []
+    for sample in samples:
+        sets = sample.completion.output.kept_sets
+        for part in sample.segments:
+            found += sets[part.start : part.start + len(part.token_ids)]
+        found += [sample.completion.token_ids[:0]] * behind
+    return found
+
+
+def _parts(samples: Sequence[Sample], *, behind: bool) -> tuple[list[Segment], list[int], npt.NDArray[np.bool_]]:
+    """Return the parts of all samples, how many positions count in each, and where these stand in [B, T]."""
+    parts, counts = list[Segment](), list[int]()
+    response = np.zeros((len(samples), max(map(len, samples)) + behind), np.bool_)
+    for line, sample in zip(response, samples, strict=True):
+        parts += sample.segments
+        counts += [len(part.token_ids) for part in sample.segments]
+        counts[-1] += behind
+        for part in sample.segments:
+            line[part.start : part.start + len(part.token_ids)] = True
+        line[len(sample) : len(sample) + behind] = True
+    return parts, counts, response
 
 
 def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool) -> TokenBatch:
     """An answer's last token is computed only if something is asked `behind` it."""
-    tokens = [sample.completion.token_ids for sample in samples]
-    read = tokens if behind else [each[:-1] for each in tokens]
-    placed = place_runs([sample.prompt.token_ids for sample in samples], read, device)
-    lengths = np.array([len(each) for each in tokens])
-    column = np.arange(lengths.max() + behind)
-    response = column < lengths[:, None] + behind
-    before = np.concatenate([path[: len(each) + behind] for path, each in zip(placed.paths, tokens, strict=True)])
-    after = np.zeros(response.shape, np.int64)
-    after[column < lengths[:, None]] = np.concatenate(tokens)
-    sets, pairs = _kept_sets(samples, behind=behind), before << 32 | after[response]
+    parts, counts, response = _parts(samples, behind=behind)
+    read = [part.token_ids if behind else part.token_ids[:-1] for part in parts]
+    placed = place_runs([part.prompt for part in parts], read, device)
+    before = np.concatenate([path[:count] for path, count in zip(placed.paths, counts, strict=True)])
+    after = np.concatenate([np.resize(part.token_ids, count) for part, count in zip(parts, counts, strict=True)])
+    sets, pairs = _kept_sets(samples, behind=behind), before << 32 | after.astype(np.int64)
     keys = pairs
     if sets is not None:  # equal tokens behind equal ones may come from other sets, by rounding or of a newer policy
         numbers: dict[bytes, int] = {}

@@ -56,7 +56,7 @@ class ScoringAhead:
     def text(self, completion: Completion) -> str:
         """Return an answer's text, which may be known already."""
         output, text = self._texts.pop(completion.request.id, (None, ""))
-        return text if output is completion.output else self._decode(completion.token_ids)
+        return text if output is completion.output else self._decode(completion.output.conversation().token_ids)
 
     def forget(self) -> None:
         """Forget what has begun for another step: this one has its answers."""
@@ -67,7 +67,7 @@ class ScoringAhead:
         try:
             while not self._over.wait(_LOOK_S):
                 for completion in self._workers.ended_ahead():
-                    text = self._decode(completion.token_ids)
+                    text = self._decode(completion.output.conversation().token_ids)
                     self._texts[completion.request.id] = completion.output, text
                     request = completion.request
                     self._scorer.begin(request.id, text, request.prompt.columns, completion)

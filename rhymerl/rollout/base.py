@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import at_least, check_ranges, require
@@ -27,7 +28,8 @@ class RolloutSettings:
     With an environment an answer is an episode of at most `max_turns` turns. At most `max_tokens` are sampled in all
     turns, and `max_turn_tokens` in one (None: as many as are left). A reply is cut to `max_reply_tokens`, and takes at
     most `reply_timeout_s`. `reply_memory_mb` remembers the latest replies of an environment that is a pure function; 0
-    asks it every time.
+    asks it every time. With `history=rerender` an episode goes on from the chat template's rendering of all that was
+    said, wherever that does not begin with the tokens that stand there.
     """
 
     group_size: int = at_least(1, 8)
@@ -44,6 +46,7 @@ class RolloutSettings:
     max_turn_tokens: int | None = at_least(1, None)
     max_reply_tokens: int = at_least(1, 512)
     reply_timeout_s: float = 60.0
+    history: Literal["keep", "rerender"] = "keep"
     reply_memory_mb: int = at_least(0, 64)  # of each worker
 
     def __post_init__(self) -> None:
@@ -54,6 +57,7 @@ class RolloutSettings:
                 "expected 0, or a group_size of at least 2"
             )
         require(self.reply_timeout_s > 0, "reply_timeout_s", self.reply_timeout_s, "more than 0 seconds")
+        require(self.history in ("keep", "rerender"), "history", self.history, "keep or rerender")
         self.stop_token_ids = tuple(self.stop_token_ids)
         self.sampling(())  # checks the ranges of its parameters
 

@@ -57,7 +57,8 @@ def episode_metrics(outputs: Sequence[Output]) -> dict[str, float]:
             numbers.setdefault(f"environment/{name}", []).append(value)
     return {
         "episodes/turns": len(turns) / len(outputs),
-        "episodes/reply_tokens": sum(turn.stop - turn.start for turn in turns) / len(outputs),
+        "episodes/reply_tokens": sum(turn.stop - turn.start - (turn.rerendered or 0) for turn in turns) / len(outputs),
+        "episodes/parts": 1 + sum(turn.rerendered is not None for turn in turns) / len(outputs),
         "environment/wait_s": sum(turn.waited_s for turn in turns) / len(turns),
         "environment/remembered_frac": len(remembered) / len(turns),
         "environment/saved_s": sum(remembered),

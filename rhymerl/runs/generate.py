@@ -16,7 +16,6 @@ from rhymerl.backends.base import Backend
 from rhymerl.budgets.base import Budget
 from rhymerl.config import instantiate
 from rhymerl.data.base import columns_of
-from rhymerl.data.encoding import with_tools
 from rhymerl.drafters.base import Drafter
 from rhymerl.environments.build import EpisodeSettings, environment_of, prepared
 from rhymerl.errors import ConfigError, require_at_least
@@ -111,7 +110,7 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
         policy,
         prompts,
         settings,
-        template_arguments=with_tools(data.chat_template_kwargs, tools),
+        chat=data.chat,
         num_processes=config.environment_workers,
     )
     with_more = {"with_logprobs": True, "with_waits": not config.deterministic}

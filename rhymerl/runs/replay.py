@@ -250,15 +250,16 @@ class _Running:
         self.ends_by_length = record.finish_reason != "stop"
         self._tokens = np.concatenate([record.prompt_tokens, record.response_tokens], dtype=np.int32)
         self._turns = _turns_of(record)
+        self._part = 0  # where what the policy reads begins
         self._done, self._end = next(self._turns, (len(self._tokens), len(self._tokens)))
 
     @property
     def context(self) -> IntArray:
-        return self._tokens[: self._done]
+        return self._tokens[self._part : self._done]
 
     @property
     def num_generated(self) -> int:
-        return self._done - len(self.record.prompt_tokens)
+        return len(self.context) - len(self.request.prompt.token_ids)
 
     @property
     def room(self) -> int:
@@ -284,9 +285,17 @@ class _Running:
 
     def goes_on(self) -> bool:
         """Return whether there is another turn, and begin it after the reply to the last one."""
-        self._done, self._end = next(self._turns, (self._done, self._done))
+        ended = self._done
+        self._done, self._end = next(self._turns, (ended, ended))
+        if self._done > ended and self._begins_part(ended):
+            self._part = ended
+            prompt = replace(self.request.prompt, token_ids=self.context)
+            self.request = replace(self.request, prompt=prompt, segment=self.request.segment + 1)
         self.request = replace(self.request, output=Output.of(self._response))
         return not self.has_left
+
+    def _begins_part(self, place: int) -> bool:
+        return self.record.parts is not None and place - len(self.record.prompt_tokens) in self.record.parts
 
     def sample(self) -> Sample:
         record = self.record
@@ -302,7 +311,7 @@ class _Running:
 
     @property
     def _response(self) -> IntArray:
-        return self._tokens[len(self.record.prompt_tokens) : self._done]
+        return self.context[len(self.request.prompt.token_ids) :]
 
 
 def _turns_of(record: TraceRecord) -> Iterator[tuple[int, int]]:

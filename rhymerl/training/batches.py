@@ -51,8 +51,8 @@ def _turn_rewards(samples: Sequence[Sample], width: int) -> Tensor | None:
 
 
 def total_tokens(sample: Sample) -> int:
-    """Prompt and response."""
-    return len(sample.prompt.token_ids) + len(sample)
+    """Prompt and response, of all parts."""
+    return sum(map(len, sample.segments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +72,25 @@ class Unit:
 def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int | None, shares: bool) -> list[Unit]:
     """Return the samples at `chosen` one by one, or by prompt if they share it, up to `max_tokens` (None: any).
 
-    What such samples begin with counts once, and little for each of them, which has copies of its keys and values.
+    What such samples begin with counts once, and little for each of them, which has copies of its keys and values. The
+    later parts of an episode count as if each were padded to the longest of all.
     """
+    split = {i: samples[i].segments for i in chosen}
     if not shares:
-        return [Unit(samples=[i], width=total_tokens(samples[i]), extra=0) for i in chosen]
+        widths = {i: max(map(len, split[i])) for i in chosen}
+        longest = max(widths.values(), default=0)
+        return [Unit(samples=[i], width=widths[i], extra=longest * (len(split[i]) - 1)) for i in chosen]
     found: list[Unit] = []
+    prompts = {i: max(len(each.prompt) for each in split[i]) for i in chosen}
+    longest = max(prompts.values(), default=0)
     for indices in of_one_prompt([samples[i].prompt.token_ids for i in chosen]):
         group = [chosen[index] for index in indices]
-        width = len(samples[group[0]].prompt.token_ids)
+        width = max(prompts[i] for i in group)
         part, extra = list[int](), 0
-        for index, same in side_by_side([samples[i].completion.token_ids for i in group]):
-            whole = len(samples[group[index]])
+        for index, same in side_by_side([split[i][0].token_ids for i in group]):
+            first, *later = split[group[index]]
+            behind = sum(longest + len(each.token_ids) + longest // _READS_A_TOKEN for each in later)
+            whole = len(first.token_ids) + behind
             more = whole - same + (width + same) // _READS_A_TOKEN
             if part and max_tokens is not None and width + extra + more > max_tokens:
                 found.append(Unit(samples=part, width=width, extra=extra))

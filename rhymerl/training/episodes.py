@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from rhymerl.data import PromptDataModule
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.environments.proof import prove
 from rhymerl.errors import ConfigError
+from rhymerl.models.chat import ChatTokenizer
 from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings
 from rhymerl.types import Prompt
@@ -33,7 +34,7 @@ def episode_settings(
         module.policy,
         module.rollout,
         datamodule.prompts,
-        template_arguments=datamodule.template_arguments,
+        chat=datamodule.chat,
         longest_tokens=longest_tokens,
         num_processes=module.environment_workers,
     )
@@ -45,7 +46,7 @@ def checked_episodes(
     rollout: RolloutSettings,
     prompts: Sequence[Prompt],
     *,
-    template_arguments: Mapping[str, Any],
+    chat: ChatTokenizer,
     longest_tokens: int,
     num_processes: int,
 ) -> EpisodeSettings | None:
@@ -62,14 +63,14 @@ def checked_episodes(
         raise ConfigError(f"environment: it cannot be sent to the processes that ask it: {error}") from error
     settings = EpisodeSettings(
         environment=environment,
-        tokenizer=policy.tokenizer,
-        chat_template_kwargs=template_arguments,
+        chat=chat,
         stop_token_ids=(*policy.stop_token_ids, *rollout.stop_token_ids),
         max_turns=rollout.max_turns,
         max_turn_tokens=rollout.max_turn_tokens,
         max_reply_tokens=rollout.max_reply_tokens,
         reply_timeout_s=rollout.reply_timeout_s,
         reply_memory_mb=rollout.reply_memory_mb,
+        rerenders=rollout.history == "rerender",
         longest_tokens=longest_tokens,
         num_processes=num_processes,
     )
@@ -82,4 +83,5 @@ def checked_episodes(
         )
     if not any(prompt.is_chat for prompt in prompts):
         return settings
-    return replace(settings, remark=prove(settings.encoder(), ["tool" if has_tools else "user"]))
+    role = "tool" if has_tools else "user"
+    return replace(settings, remark=prove(settings.encoder(), [role], rerenders=settings.rerenders))

@@ -249,9 +249,21 @@ class Host:
 
     @staticmethod
     def whole(job: HostJob, output: Output) -> Output:
-        """Return what an engine has of a request, with what only the host knows of it: the turns before."""
-        turns = job.known().turns
-        return replace(output, turns=turns) if turns else output
+        """Return what an engine has of a request, with what only the host knows of it: turns, and parts before."""
+        known = job.known()
+        if not known.turns:
+            return output
+        start = Host._begun(job)
+        return replace(output.behind(known[:start]) if start else output, turns=known.turns)
+
+    @staticmethod
+    def _begun(job: HostJob) -> int:
+        """Return where the segment begins that the engine has of an answer."""
+        return job.known().segments(job.request.prompt.token_ids)[-1].start
+
+    def progress(self) -> dict[str, int]:
+        """Return how many tokens there are of the answers in the engine, by request id."""
+        return {name: tokens + self._begun(self._jobs[name]) for name, tokens in self.engine.progress().items()}
 
     def _take_replies(self, timeout_s: float | None) -> None:
         """Let answers go on to which there is a reply; wait for one only where there is nothing else to do."""

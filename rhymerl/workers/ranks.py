@@ -107,7 +107,7 @@ class RankStep:
         tokens: dict[int, int] = {}
         if tells_tokens:
             self._reported_at = now
-            progress = self._host.engine.progress()
+            progress = self._host.progress()
             tokens = {self._index[name]: progress[name] for name in self._left if name in progress}
         finished, self._finished = tuple(self._finished), []
         return ProgressReport(finished=finished, tokens=tokens)

@@ -137,7 +137,7 @@ def asked(bad: Any, *, is_chat: bool) -> list[RolloutRequest]:
                 token_ids=[1],
                 text="1",
                 columns={"do": "return", "value": bad} if number == 1 else {},
-                is_chat=is_chat,
+                messages=[{"role": "user", "content": "1"}] if is_chat else (),
                 location=f"data.train='rows.jsonl', line {number + 1}",
             ),
             sample=sample,

@@ -37,6 +37,21 @@ class Ponders(Counts):
         return super().reply(row, turns)
 
 
+class Echoes(Environment):
+    """Repeats the last line of each turn, so that a reply shows whether all turns were there."""
+
+    def reply(self, row, turns):
+        said = " ".join(turn.text.rpartition("\n")[2] for turn in turns)
+        return None if len(turns) == row["turns"] else f"{len(turns)} {said}"
+
+
+class Rambles(Environment):
+    """Says too much."""
+
+    def reply(self, row, turns):
+        return None if len(turns) == row["turns"] else f"{len(turns)} " + "yes 12 " * 200
+
+
 class Asks(Environment):
     """Does what the row says."""
 

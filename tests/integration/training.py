@@ -32,12 +32,23 @@ class Run:
     devices: int = 1
     learning_rate: float = 3e-3
     ckpt_path: str | None = None
+    chat_template: str | None = None  # prompts are messages of the user then, and conversations are rendered anew
+
+    @property
+    def prompts(self) -> list[dict[str, Any]]:
+        if self.chat_template is None:
+            return list(PROMPTS)
+        return [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROMPTS]
 
     def train(self, *, callbacks: Sequence[L.Callback] = (), policy: Policy | None = None, **parts: Any) -> Trained:
         """Train with a drafter, a scheduler or the like."""
+        policy = policy or tiny_policy(dtype="float64", context=64, peaked=2.0)
+        policy.tokenizer.chat_template = self.chat_template
+        history: Any = "keep" if self.chat_template is None else "rerender"
+        sizes = {"group_size": 4, "max_tokens": 16}
         module = RhymeModule(
-            policy or tiny_policy(dtype="float64", context=64, peaked=2.0),
-            rollout=RolloutSettings(group_size=4, max_tokens=16, stop_token_ids=self.stop_token_ids),
+            policy,
+            rollout=RolloutSettings(stop_token_ids=self.stop_token_ids, history=history, **sizes),
             **{"rewards": REWARD, "update": UpdateSettings(learning_rate=self.learning_rate), **parts},
         )
         recorder = Recorder()
@@ -53,7 +64,8 @@ class Run:
             devices=self.devices,
             strategy="auto" if self.devices == 1 else "ddp",
         )
-        trainer.fit(module, PromptDataModule(PROMPTS, prompts_per_step=self.prompts_per_step), ckpt_path=self.ckpt_path)
+        data = PromptDataModule(self.prompts, prompts_per_step=self.prompts_per_step)
+        trainer.fit(module, data, ckpt_path=self.ckpt_path)
         return {name: weight.detach().clone() for name, weight in module.state_dict().items()}, recorder.steps
 
 

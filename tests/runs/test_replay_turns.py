@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rhymerl.budgets import FixedBudget
-from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.drafters import Drafter, HistoryTreeDrafter
+from rhymerl.drafts import Draft
 from rhymerl.errors import DataError
 from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceRecord, read_trace
@@ -58,4 +60,35 @@ def test_a_trace_keeps_which_tokens_were_sampled(tmp_path):
     assert record.num_sampled == 1
     path.write_text(json.dumps({**row, "finish_reason": "max_turns", "sampled": [1, 2]}) + "\n")
     with pytest.raises(DataError, match="line 1: sampled: expected 0 or 1 for each response token, 2 of them"):
+        list(read_trace(path))
+
+
+class Reads(Drafter):
+    """Notes what it is asked about: how long the prompt is, and the context."""
+
+    def __init__(self):
+        self.seen = []
+
+    def propose(self, request, context, budget):
+        self.seen.append((len(request.prompt.token_ids), context.tolist()))
+        return Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))
+
+
+def test_a_later_part_is_read_from_its_own_prompt_on():
+    record = replace(episode(0, RESPONSE, SAMPLED), parts=np.array([3], np.int32))
+    drafter = Reads()
+    Replay(drafter, FixedBudget(8), history=HistoryStore()).run([record])
+    assert {tuple(context[:2]) for _, context in drafter.seen} == {(1, 2), (20, 21)}
+    assert drafter.seen[-1] == (2, [20, 21, 8, 9, 22])
+
+
+@pytest.mark.parametrize("parts", [[2], [4], [7], []])
+def test_a_part_begins_with_tokens_that_were_not_sampled(tmp_path, parts):
+    row = {"epoch": 0, "prompt_id": "p", "sample": 0, "prompt_tokens": [1], "response_tokens": RESPONSE, "reward": 0.0}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({**row, "finish_reason": "stop", "sampled": SAMPLED, "parts": parts}) + "\n")
+    if parts in ([7], []):
+        assert [each.parts.tolist() for each in read_trace(path)] == [parts]
+        return
+    with pytest.raises(DataError, match="line 1: parts: expected places of response tokens at which replies begin"):
         list(read_trace(path))

@@ -37,6 +37,7 @@ def to_custom_params(request: RolloutRequest, *, feed: int, num_tokens: int = 0)
             "prompt_id": request.prompt.id,
             "prompt_key": request.prompt.key,
             "offset": len(request.output) if request.output is not None else 0,
+            "segment": request.segment,
             "feed": feed,
             "num_tokens": num_tokens,
             **prefetched,
@@ -65,6 +66,7 @@ def from_custom_params(
         split=own["split"],
         output=without_logprobs(answer) if len(answer) else None,
         prefetched=_unpacked(own["prefetched"]) if "prefetched" in own else None,
+        segment=own["segment"],
     )
 
 
@@ -88,6 +90,7 @@ def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
         "prompt_id": key,
         "prompt_key": key,
         "offset": 0,
+        "segment": 0,
         "feed": 0,
         "num_tokens": 0,
     }
@@ -123,11 +126,22 @@ def _own(params: Any) -> dict[str, Any] | None:
         return None
     held = {
         name: own.get(name)
-        for name in ("id", "prompt_id", "prompt_key", "sample", "seed", "split", "offset", "feed", "num_tokens")
+        for name in (
+            "id",
+            "prompt_id",
+            "prompt_key",
+            "sample",
+            "seed",
+            "split",
+            "offset",
+            "segment",
+            "feed",
+            "num_tokens",
+        )
     }
     is_sound = (
         all(isinstance(held[name], str) for name in ("id", "prompt_id", "prompt_key"))
-        and all(_is_count(held[name]) for name in ("sample", "offset", "feed", "num_tokens"))
+        and all(_is_count(held[name]) for name in ("sample", "offset", "segment", "feed", "num_tokens"))
         and _SEED.fullmatch(str(held["seed"])) is not None
         and held["split"] in get_args(Split)
     )
