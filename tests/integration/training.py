@@ -43,7 +43,8 @@ class Run:
     def train(self, *, callbacks: Sequence[L.Callback] = (), policy: Policy | None = None, **parts: Any) -> Trained:
         """Train with a drafter, a scheduler or the like."""
         policy = policy or tiny_policy(dtype="float64", context=64, peaked=2.0)
-        policy.tokenizer.chat_template = self.chat_template
+        if self.chat_template is not None:
+            policy.tokenizer.chat_template = self.chat_template
         history: Any = "keep" if self.chat_template is None else "rerender"
         sizes = {"group_size": 4, "max_tokens": 16}
         module = RhymeModule(
