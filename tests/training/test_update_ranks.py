@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def on_threads(num_ranks: int, work: Callable[[Ranks], T]) -> list[T]:
     """Return what each rank returns."""
-    first_policy()  # made here, because transformers builds models one at a time
+    first_policy(0.0)  # made here, as `run_update` asks for it: transformers builds models one at a time
     return run_ranks(num_ranks, work)
 
 
@@ -226,12 +226,16 @@ def test_one_sum_a_mini_batch_after_all_backwards_and_one_gather_a_step():
 
 
 def test_a_gradient_that_one_rank_breaks_stops_all_of_them():
-    samples = scored(8)
-    samples[3].completion.output.logprobs[:] = np.nan
+    samples = [replace(sample, reward=float(i)) for i, sample in enumerate(scored(8))]
+
+    class Breaking(GRPO):
+        def loss(self, batch, output, totals):
+            loss, metrics = super().loss(batch, output, totals)
+            return loss * (np.nan if 3.0 in batch.rewards else 1.0), metrics
 
     def work(ranks: Ranks) -> bool:
         with pytest.raises(RunError, match="the gradient is not finite"):
-            run_update(samples, ranks=ranks, micro_batch_tokens=1)
+            run_update(samples, ranks=ranks, algorithm=Breaking, micro_batch_tokens=1)
         return True
 
     assert on_threads(3, work) == [True] * 3
