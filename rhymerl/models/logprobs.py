@@ -107,10 +107,11 @@ def _parts(samples: Sequence[Sample], *, behind: bool) -> tuple[list[Segment], l
     parts, counts = list[Segment](), list[int]()
     response = np.zeros((len(samples), max(map(len, samples)) + behind), np.bool_)
     for line, sample in zip(response, samples, strict=True):
-        parts += sample.segments
-        counts += [len(part.token_ids) for part in sample.segments]
+        segments = sample.segments
+        parts += segments
+        counts += [len(part.token_ids) for part in segments]
         counts[-1] += behind
-        for part in sample.segments:
+        for part in segments:
             line[part.start : part.start + len(part.token_ids)] = True
         line[len(sample) : len(sample) + behind] = True
     return parts, counts, response

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 
 from rhymerl import PromptDataModule, RhymeModule
@@ -79,3 +80,16 @@ class Recorder(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: RhymeModule, *rest: Any) -> None:  # type: ignore[override]
         assert pl_module.last_rollout is not None
         self.steps.append(pl_module.last_rollout.samples)
+
+
+def assert_same_training(found: Trained, expected: Trained) -> None:
+    """The same tokens, masks, rewards and ends; log-probs and weights within 1e-9."""
+    for step, others in zip(found[1], expected[1], strict=True):
+        for one, other in zip(step, others, strict=True):
+            assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist()
+            assert one.loss_mask.tolist() == other.loss_mask.tolist()
+            assert one.reward == other.reward
+            assert one.completion.finish_reason == other.completion.finish_reason
+            np.testing.assert_allclose(one.completion.logprobs, other.completion.logprobs, atol=1e-9)
+    for name, weight in expected[0].items():
+        torch.testing.assert_close(found[0][name], weight, rtol=0, atol=1e-9)

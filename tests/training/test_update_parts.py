@@ -16,7 +16,6 @@ from rhymerl.models.logprobs import token_batch
 from rhymerl.models.shared_prefixes import place_runs
 from rhymerl.training.batches import micro_batches
 from rhymerl.types import Sample, Segment
-from tests.distributed.threads import run_ranks
 from tests.training import test_update_turns as turns
 from tests.training.test_shared_prefixes import gradients, policy_of
 from tests.training.updates import norm_in_double, scored
@@ -103,13 +102,7 @@ def test_loss_and_gradients_are_those_of_parts_as_rows_with_the_episodes_advanta
         asked = {"critic": settings, "ranks": ranks, "micro_batch_tokens": micro_batch_tokens}
         return gradients(episodes, shares=shares, algorithm=make, **asked)
 
-    threads = torch.get_num_threads()
-    results = [updated()] if num_ranks == 1 else run_ranks(num_ranks, updated)
-    torch.set_num_threads(threads)
-    for (found,), metrics in results:
-        assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-12, rel=1e-12)
-        for mine, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, other, atol=1e-12 * max(1.0, float(other.abs().max())), rtol=0)
+    turns.assert_same_gradients(updated, loss, expected, num_ranks=num_ranks)
 
 
 def test_no_micro_batch_computes_more_than_it_may(episodes):

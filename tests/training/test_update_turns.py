@@ -157,6 +157,19 @@ ALGORITHMS: dict[str, tuple[Callable[[], Algorithm], CriticSettings | None]] = {
 }
 
 
+def assert_same_gradients(
+    updated: Callable[..., Any], loss: Tensor, expected: Sequence[Tensor], *, num_ranks: int
+) -> None:
+    """The update has this loss and these gradients on each of its ranks."""
+    threads = torch.get_num_threads()
+    results = [updated()] if num_ranks == 1 else run_ranks(num_ranks, updated)
+    torch.set_num_threads(threads)
+    for (found,), metrics in results:
+        assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-12, rel=1e-12)
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-12 * max(1.0, float(other.abs().max())), rtol=0)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10**6])
@@ -182,13 +195,7 @@ def test_advantages_loss_and_gradients_are_those_of_the_sampled_tokens_alone(
             micro_batch_tokens=micro_batch_tokens,
         )
 
-    threads = torch.get_num_threads()
-    results = [updated()] if num_ranks == 1 else run_ranks(num_ranks, updated)
-    torch.set_num_threads(threads)
-    for (found,), metrics in results:
-        assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-12, rel=1e-12)
-        for mine, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, other, atol=1e-12 * max(1.0, float(other.abs().max())), rtol=0)
+    assert_same_gradients(updated, loss, expected, num_ranks=num_ranks)
     for each in made:
         for line, sample, wanted in zip(each.kept.advantages, episodes, plain.advantages(), strict=True):
             torch.testing.assert_close(
