@@ -21,7 +21,7 @@ from rhymerl.types import RolloutRequest
 # Largest difference of log-probs between a packed tree pass and the model's own forward, as a share of how far the
 # log-probs after two paths are apart: a model at its first weights says little, a sharp one a lot.
 # Some layers compute in float32 in any case.
-_SHARE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_SHARE = {torch.float64: 1e-5, torch.float32: 1e-3}
 # Types of layers of hybrids: some keep a state by row (engine/recurrent.py), some look at nothing before a token.
 _OF_HYBRIDS = {"conv", "linear_attention", "hybrid", "mlp", "moe"}
 _NEEDED = "a decoder of attention, short convolutions, gated delta nets and Mamba 2 is needed (Qwen2, Qwen3, Llama, Gemma, Mistral, ...)"
@@ -32,7 +32,7 @@ def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None
 
     `longest_tokens` is the longest sequence that will come, by default the model's context.
     """
-    longest = context_tokens(model.config.get_text_config()) if longest_tokens is None else longest_tokens
+    longest = context_tokens(model.config) if longest_tokens is None else longest_tokens
     refuse_changing_rope(model, longest)
     if reason := other_attention(model, besides=_OF_HYBRIDS):
         raise ConfigError(f"{_cannot_run(model)}, because {reason}; {_NEEDED}")
@@ -49,7 +49,7 @@ def prove_engine(model: PreTrainedModel) -> None:
     the model cannot be run in such a pass at all. What float32 does not tell from rounding is computed again in
     float64. A window that a sequence of the model's context reaches is narrowed so that it shows.
     """
-    with narrowed(model, context_tokens(model.config.get_text_config())):
+    with narrowed(model, context_tokens(model.config)):
         _prove_engine(model)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from rhymerl.errors import BackendError
 from rhymerl.models.policy import Policy, write_files
+from rhymerl.models.wrapped import auto_class
 
 
 def policy_of(
@@ -23,7 +24,7 @@ def policy_of(
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     place = torch.device("cpu" if in_host else device)
     with place:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
     elsewhere = torch.device(device) if in_host else None
     return Policy(model=model.to(place), tokenizer=tokenizer, trained_on=elsewhere)
 

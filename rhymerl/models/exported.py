@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rhymerl.models.lora import adapter_parameters, put_back, with_adapters
 from rhymerl.models.policy import write_files
+from rhymerl.models.wrapped import auto_class
 
 FILE_BYTES = 2**32
 _LAYER = re.compile(r".*?\.\d+\.")  # what the names of a layer's tensors begin with
@@ -43,7 +44,7 @@ def restore(
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     put_back(model, directory)
     names = list(_untied(model))
     of_adapters = {id(each) for each in adapter_parameters(model)}

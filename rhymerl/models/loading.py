@@ -35,7 +35,7 @@ def read_model(loader: Any, where: str, **source: Any) -> PreTrainedModel:
     """
     model, found = loader.from_pretrained(**source, trust_remote_code=False, output_loading_info=True)
     refuse_missing(found["missing_keys"], where, has=found["unexpected_keys"])
-    if model.config.get_text_config().tie_word_embeddings and not _is_tied(model):
+    if model.config.tie_word_embeddings and not _is_tied(model):
         raise ConfigError(
             f"{where}: its config ties head and embedding (tie_word_embeddings), and its files have another matrix for each; "
             "set it to false in config.json, or remove one of them"

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, at_least, check_ranges, require
 from rhymerl.models.sharding import replicated
+from rhymerl.models.wrapped import language_modules
 
 _NAME = "default"  # peft's own name for an only adapter
 _CONFIG = "adapter_config.json"  # what peft writes
@@ -56,6 +57,7 @@ class LoRA:
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=self._found_in(model),
+            exclude_modules=_of_towers(model) or None,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -65,11 +67,12 @@ class LoRA:
     def _found_in(self, model: PreTrainedModel) -> list[str]:
         """Return names of layers. Peft's own "all-linear" is not used: it means parameters too that are no layers."""
         head = model.get_output_embeddings()
-        is_tied = model.config.get_text_config().tie_word_embeddings
+        is_tied = model.config.tie_word_embeddings
+        towers = set(_of_towers(model))
         layers = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and not (is_tied and module is head)
+            if isinstance(module, nn.Linear) and not (is_tied and module is head) and name not in towers
         }
         if self.targets is None:
             return [name for name, module in layers.items() if module is not head]
@@ -81,6 +84,14 @@ class LoRA:
                     f"{given}: {type(model).__name__} has no linear layer {target!r} of its own; expected some of {known}"
                 )
         return list(self.targets)
+
+
+def _of_towers(model: PreTrainedModel) -> list[str]:
+    """Return the names of layers that text has nothing to do with."""
+    of_text = set(map(id, language_modules(model)))
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in of_text
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -40,6 +40,7 @@ from rhymerl.models.logits import limit_tokens
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, save_config, with_adapters
 from rhymerl.models.sharding import GatheredTensors, is_sharded
 from rhymerl.models.tokenizers import character_tokenizer, check_characters, check_tokenizer, load_tokenizer
+from rhymerl.models.wrapped import auto_class, freeze_towers, language_modules, processor_files
 
 _SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe", ".vocab", ".jsonl", ".md")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -56,6 +57,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         limit_tokens(self.model, self.tokenizer)
+        freeze_towers(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -77,9 +79,10 @@ class Policy:
         found: set[int] = set()
         generation: GenerationConfig | None = self.model.generation_config
         generated = generation.eos_token_id if generation is not None else None
-        config = self.model.config
-        is_made_up = config.eos_token_id == getattr(type(config), "eos_token_id", None)
-        configured = [] if is_made_up and config.eos_token_id not in self.special_tokens else config.eos_token_id
+        config = self.model.config.get_text_config()
+        configured = getattr(config, "eos_token_id", None)
+        if configured == getattr(type(config), "eos_token_id", None) and configured not in self.special_tokens:
+            configured = None
         for source in (generated, configured, self.tokenizer.eos_token_id):
             found.update(source if isinstance(source, list | tuple) else [source] if source is not None else [])
         return tuple(sorted(found))
@@ -108,7 +111,7 @@ class Policy:
     def save(self, directory: str | Path) -> None:
         """Write a directory that plain `transformers` loads."""
         _save(self.model, directory)
-        self.tokenizer.save_pretrained(directory)
+        self._save_others(directory)
 
     def files(self) -> dict[str, str]:
         """Return all files of that directory but the weights, by name, in base64: checkpoints carry them."""
@@ -117,9 +120,14 @@ class Policy:
             if self.model.generation_config is not None:
                 self.model.generation_config.save_pretrained(folder)
             save_config(self.model, Path(folder))
-            self.tokenizer.save_pretrained(folder)
+            self._save_others(folder)
             paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
             return {str(path.relative_to(folder)): b64encode(path.read_bytes()).decode() for path in paths}
+
+    def _save_others(self, directory: str | Path) -> None:
+        self.tokenizer.save_pretrained(directory)
+        for path in processor_files(self.model):
+            shutil.copy(path, directory)
 
 
 def named(model: PreTrainedModel) -> str:
@@ -145,7 +153,7 @@ def refusing(message: str) -> Iterator[None]:
 
 def context_tokens(config: PretrainedConfig) -> int:
     """Return the longest sequence that the positions of a model with this config allow."""
-    return int(getattr(config, "max_position_embeddings", 0) or 2**31)
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 2**31)
 
 
 def write_files(files: Mapping[str, str], directory: str | Path) -> None:
@@ -188,7 +196,7 @@ def is_random(model: PreTrainedModel) -> bool:
         "drop" in name and name not in _OF_OTHER_HEADS and isinstance(value, float) and value > 0
         for name, value in settings
     )
-    return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in language_modules(model))
 
 
 @contextmanager
@@ -273,6 +281,7 @@ class PolicySource:
         """Return the model without content, on the meta device, from its config. Raises ConfigError as `load`."""
         with torch.device("meta"):
             model = self._empty(setting)
+        freeze_towers(model)
         if self.adapter is not None:
             self.adapter.put_on(model, seed=self.seed)
         return model
@@ -285,7 +294,7 @@ class PolicySource:
             else:
                 config = self._config(str(self.path), f"{setting}.path={self.path!r}", setting)
         with naming(f"{setting}: cannot be made as a causal language model"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+            model: PreTrainedModel = auto_class(config).from_config(config, dtype=DTYPES[self.dtype])
         return model
 
     def _config(self, path: str, where: str, setting: str) -> PretrainedConfig:
@@ -305,7 +314,8 @@ class PolicySource:
         name, is_here = self._place(path, where, setting)
         with naming(f"{where}: cannot be loaded as a causal language model"):
             source = {"pretrained_model_name_or_path": name, "dtype": DTYPES[self.dtype], "local_files_only": is_here}
-            model = read_model(AutoModelForCausalLM, where, **source)
+            model = read_model(auto_class(self._config(path, where, setting)), where, **source)
+            processor_files(model, is_here=is_here)
         return Policy(model=model, tokenizer=load_tokenizer(name, model, where, is_here=is_here))
 
     @staticmethod
@@ -338,7 +348,7 @@ class PolicySource:
         config = self._built_config(init, tokenizer, setting)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+            model = auto_class(config).from_config(config, dtype=DTYPES[self.dtype])
         return Policy(model=model, tokenizer=tokenizer)
 
     def _made_tokenizer(self) -> PreTrainedTokenizerFast:

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from rhymerl.cli import main
 from rhymerl.runs import doctor
+from tests.models.wrapped import save_wrapped
 
 
 def test_the_command_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,3 +68,30 @@ def test_a_containers_limit_is_its_memory(
 def test_the_packages_requirements_are_read_from_its_metadata() -> None:
     always = {Requirement(each).name for each in metadata.requires("rhymerl") or () if "extra" not in each}
     assert {name for name, _ in doctor._requirements(None)} == always
+
+
+def test_what_a_model_would_do_is_said_before_its_weights_are_loaded(tmp_path: Path, capsys) -> None:
+    save_wrapped("qwen3_5", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["doctor", f"model.path={tmp_path}", "--json"]) == 0
+    captured = capsys.readouterr()
+    model = json.loads(captured.out)["model"]
+    assert model["name"] == "Qwen3_5ForConditionalGeneration"
+    assert 0 < model["num_trained"] < model["num_parameters"]
+    assert model["layers"] == {"linear_attention": 1, "full_attention": 1}
+    assert model["engine_refuses"] is None
+    assert "linear_attention" in model["shares_no_prompts"]
+    assert "for each of its answers" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model.path=/no/such", "model.path='/no/such': no such directory"),
+        ("data.x=1", "rhymerl doctor takes settings of a model alone (model.path=PATH), not 'data.x=1'"),
+        ("model={_target_: rhymerl.testing.tiny_policy}", "takes settings of a model alone"),
+    ],
+)
+def test_settings_that_are_no_models(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", words]) == 2
+    assert message in capsys.readouterr().err
