@@ -16,6 +16,7 @@ from rhymerl.costs import CostCurve
 from rhymerl.drafts import Draft, DraftBatch, closed, keep_nodes
 from rhymerl.testing import make_requests
 from tests.budgets.passes import chain, forest, outcome_of
+from tests.products import values_first
 
 CONVEX = {
     "flat, then steep": [(0, 1.0), (6, 1.1), (7, 2.0), (8, 4.0)],
@@ -187,11 +188,13 @@ def test_measured_costs_decide(per_node, are_verified):
 # -- drafts that do not pay ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 256])
-@pytest.mark.parametrize(("per_asked", "per_node"), [(0.01, 0.0), (0.0, 0.02), (0.05, 0.05), (1.0, 0.0), (1e-4, 1e-3)])
-def test_a_drafter_that_never_pays_costs_a_hundredth(rows, per_asked, per_node):
+@pytest.mark.parametrize(
+    ("rows", "costs"),
+    values_first([8, 1, 64, 256], [(0.01, 0.0), (0.0, 0.02), (0.05, 0.05), (1.0, 0.0), (1e-4, 1e-3)]),
+)
+def test_a_drafter_that_never_pays_costs_a_hundredth(rows, costs):
     """Whatever asking and verifying cost: after the first tries the time lost is a share of all passes."""
-    lost = []
+    lost, (per_asked, per_node) = [], costs
 
     def seconds(nodes: int, asked: int) -> float:
         lost.append(per_asked * asked + per_node * nodes)
@@ -212,8 +215,9 @@ def test_a_drafter_that_says_nothing_is_hardly_ever_asked():
     assert 0 < sum(asked > 0 for asked, _ in found) < 100
 
 
-@pytest.mark.parametrize("scores", [(0.9, 0.9), (0.02, 0.98)], ids=["unannounced", "announced"])
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("rows", "scores"), values_first([1, 16, 64], {"unannounced": (0.9, 0.9), "announced": (0.02, 0.98)})
+)
 def test_drafts_that_begin_to_pay_are_found(rows, scores):
     """Useless for a long while, then all of them right: within some hundred passes all requests are drafted for."""
     budget = GoodputBudget()

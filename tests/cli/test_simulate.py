@@ -12,6 +12,7 @@ import pytest
 
 from rhymerl.cli import main
 from tests.documents import reader_in
+from tests.products import values_first
 
 TINY = ["workers=4", "steps=12", "seeds=2", "lengths.prompts_per_step=16", "lengths.group_size=4"]
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "running_sum.jsonl.gz"
@@ -28,8 +29,9 @@ def answer(words: Sequence[object], capsys: pytest.CaptureFixture[str]) -> dict[
     return json.loads(out)
 
 
-@pytest.mark.parametrize("mode", ["off", "draft", "keep"])
-@pytest.mark.parametrize("scheduler", ["fifo", "sorted", "packed", "histopipe", "paced"])
+@pytest.mark.parametrize(
+    ("scheduler", "mode"), values_first(["fifo", "sorted", "packed", "histopipe", "paced"], ["off", "draft", "keep"])
+)
 def test_every_scheduler_in_every_mode(scheduler, mode, capsys):
     result = answer([*TINY, f"scheduler={scheduler}", f"run_ahead={mode}"], capsys)
     assert result["staleness_max"] == (mode == "keep")

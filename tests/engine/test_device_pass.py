@@ -21,6 +21,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import RolloutRequest
 from tests.engine.test_lossless import answers
+from tests.products import values_first
 
 # Results of a size that the host has to ask for.
 _OF_ITS_OWN_SIZE = ("nonzero", "masked_select", "unique", "repeat_interleave", "_local_scalar_dense")
@@ -145,8 +146,7 @@ def requests_of_all_kinds() -> list[RolloutRequest]:
     return [*make_requests(8, group_size=4), *(replace(each, id=f"other {each.id}") for each in others)]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "gpt2"])
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("model_type", "drafted"), values_first(["qwen2", "qwen3", "llama", "gpt2"], [False, True]))
 def test_tokens_are_those_of_the_host(monkeypatch, model_type, drafted):
     policy, requests = tiny_policy(model_type), requests_of_all_kinds()
     here = answers(policy, requests, max_running=6)

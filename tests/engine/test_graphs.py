@@ -26,6 +26,7 @@ from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same
 from tests.models.windowed import windowed_model
+from tests.products import values_first
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -56,8 +57,7 @@ def device(monkeypatch):
     monkeypatch.setattr(forward_module, "takes_tiles", lambda device, dtype: True)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(("model_type", "drafted"), values_first(["qwen2", "qwen3", "llama"], [False, True]))
 def test_tokens_are_those_of_the_host(request, model_type, drafted):
     policy, asked = tiny_policy(model_type), requests_of_all_kinds()
     here = answers(policy, asked, max_running=6)

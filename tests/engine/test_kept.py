@@ -11,6 +11,7 @@ import torch
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import Output, RolloutRequest, TurnEnd
+from tests.products import values_first
 
 STOPS = (2, 3, 4, 5)
 TURNS = 4
@@ -94,16 +95,21 @@ def test_a_turn_computes_only_what_is_new(policy):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_running": 2}, {"kv_tokens": 150}, {"max_pass_tokens": 5}, {"max_running": 1}]
+    ("settings", "drafter"),
+    values_first(
+        [{"max_running": 2}, {"kv_tokens": 150}, {"max_pass_tokens": 5}, {"max_running": 1}],
+        {"plain": None, "drafts": RandomTreeDrafter(vocabulary=16)},
+    ),
 )
-@pytest.mark.parametrize("drafter", [None, RandomTreeDrafter(vocabulary=16)], ids=["plain", "drafts"])
 def test_others_get_the_room_that_they_need(policy, settings, drafter):
     requests = asked(4)
     plain = play(Engine(policy.model), [replace(each, may_go_on=False) for each in requests])
     assert play(Engine(policy.model, drafter=drafter, **settings), requests) == plain
 
 
-@pytest.mark.parametrize("weights_after", range(2, 12))
+@pytest.mark.parametrize(
+    "weights_after", [pytest.param(each, marks=() if each in (2, 5, 9) else pytest.mark.slow) for each in range(2, 12)]
+)
 def test_new_weights_leave_nothing_of_the_old(weights_after):
     requests = asked(4)
     engine, forgetful = (Engine(tiny_policy(num_layers=1).model) for _ in range(2))

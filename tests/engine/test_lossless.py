@@ -14,6 +14,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_prompt, make_requests, tiny_policy
 from rhymerl.types import Completion, RolloutRequest
+from tests.products import values_first
 
 MODELS = ("qwen2", "qwen3", "llama")
 SAMPLING = {
@@ -48,8 +49,7 @@ def assert_same(left: dict[str, Completion], right: dict[str, Completion], *, at
         assert completion.finish_reason == right[name].finish_reason
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+@pytest.mark.parametrize(("model_type", "sampling"), values_first(MODELS, SAMPLING))
 def test_drafts_change_no_token(model_type, sampling):
     policy = tiny_policy(model_type)
     requests = make_requests(8, group_size=3, **sampling)

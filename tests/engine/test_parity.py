@@ -10,12 +10,12 @@ from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.types import Sample
 from tests.engine.test_lossless import answers
+from tests.products import pairs_first, values_first
 
 MODELS = ("qwen2", "qwen3", "llama")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(("model_type", "tied"), values_first(MODELS, [False, True]))
 def test_greedy_tokens_are_those_of_generate(model_type, tied):
     policy = tiny_policy(model_type, tied=tied)
     requests = make_requests(6, temperature=0.0, max_tokens=20)
@@ -33,10 +33,12 @@ def test_greedy_tokens_are_those_of_generate(model_type, tied):
         assert done[request.id].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
-@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"temperature": 1.4, "top_p": 0.7}], ids=str)
-@pytest.mark.parametrize("model_type", MODELS)
-def test_logprobs_are_the_models_and_the_updates(model_type, sampling, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("model_type", "sampling", "dtype"),
+    pairs_first(MODELS, [{"temperature": 0.6}, {"temperature": 1.4, "top_p": 0.7}], ["float64", "float32"]),
+)
+def test_logprobs_are_the_models_and_the_updates(model_type, sampling, dtype):
+    tolerance = 1e-9 if dtype == "float64" else 1e-4
     policy = tiny_policy(model_type, dtype=dtype)
     done = list(answers(policy, make_requests(6, group_size=2, **sampling)).values())
     samples = [

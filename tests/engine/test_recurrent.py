@@ -31,6 +31,7 @@ from tests.engine.test_kept import asked, play
 from tests.engine.test_lossless import answers, assert_same
 from tests.models.hybrid import HYBRIDS, hybrid_model
 from tests.models.windowed import InDouble
+from tests.products import pairs_first, values_first
 
 
 @cache
@@ -100,10 +101,10 @@ class ByTurns(Budget):
 
 
 DRAFTERS = {
+    "wrong at every depth": WrongFrom,
     "history_tree": lambda plain: HistoryTreeDrafter(),
     "hostile": lambda plain: RandomTreeDrafter(),
     "oracle": lambda plain: OracleDrafter({name: each.token_ids for name, each in plain.items()}),
-    "wrong at every depth": WrongFrom,
 }
 
 
@@ -119,8 +120,7 @@ def test_log_probs_are_transformers_own(family):
         np.testing.assert_allclose(done.logprobs, own, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(("family", "drafter"), values_first(HYBRIDS.keys(), DRAFTERS.keys()))
 def test_drafts_change_no_token(family, drafter):
     """A pass without drafts goes on from the state after the accepted ones of the pass before."""
     plain = plain_answers(family)
@@ -152,15 +152,13 @@ def test_a_state_from_before_the_last_accepted_node_is_found_out(family, monkeyp
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_running": 3, "kv_tokens": 190},
-        {"max_running": 16, "max_pass_tokens": 23},
-    ],
-    ids=str,
+    ("family", "drafts", "settings"),
+    pairs_first(
+        ["lfm2", "qwen3_5_text", "falcon_h1"],
+        [False, True],
+        [{"max_running": 3, "kv_tokens": 190}, {"max_running": 16, "max_pass_tokens": 23}],
+    ),
 )
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "falcon_h1"])
 def test_memory_and_pass_size_change_no_token(family, drafts, settings):
     """Requests are preempted and computed again, prompts are computed in parts and shared by a group."""
     plain = plain_answers(family)
@@ -168,8 +166,10 @@ def test_memory_and_pass_size_change_no_token(family, drafts, settings):
     assert_same(plain, found)
 
 
-@pytest.mark.parametrize("drafter", [None, RandomTreeDrafter(vocabulary=16)], ids=["plain", "drafts"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    values_first(["lfm2", "qwen3_5_text", "falcon_h1"], {"plain": None, "drafts": RandomTreeDrafter(vocabulary=16)}),
+)
 def test_turns_that_are_kept_change_no_token(family, drafter):
     requests = asked(1)
     forgetful = play(Engine(model_of(family)), [replace(each, may_go_on=False) for each in requests])
@@ -261,9 +261,7 @@ def outputs_one_by_one(terms: Terms, paths: list[list[int]], states: dict[int, n
     return np.stack(outputs)
 
 
-@pytest.mark.parametrize("block", [4, 64])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize(("seed", "delta", "block"), pairs_first(range(3), [True, False], [4, 64]))
 def test_states_over_passes_are_those_of_each_tokens_path(seed, delta, block, monkeypatch):
     """Three passes: prompts, their prefixes among them; then tokens with drafts, of which some are accepted, twice."""
     monkeypatch.setattr(paths_module, "_BLOCK", block)

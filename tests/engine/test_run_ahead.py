@@ -16,6 +16,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.testing import make_requests, tiny_policy
 from tests.engine.test_drafting import OneIsBad, Packed, drain, oracle_for
 from tests.engine.test_lossless import answers, assert_same
+from tests.products import pairs_first, values_first
 
 if TYPE_CHECKING:
     from rhymerl.types import IntArray
@@ -68,8 +69,7 @@ def num_passes(tokens: IntArray, ahead: IntArray) -> int:
     return passes
 
 
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-@pytest.mark.parametrize("change", AHEAD.values(), ids=AHEAD)
+@pytest.mark.parametrize(("inner", "change"), values_first(INNER, AHEAD))
 def test_they_change_no_token(problem, inner, change):
     policy, requests, plain = problem
     asked = with_ahead(requests, plain, change)
@@ -80,9 +80,10 @@ def test_they_change_no_token(problem, inner, change):
         assert {name: each.num_passes for name, each in done.items()} == needed
 
 
-@pytest.mark.parametrize("every", [2, 3])
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 90, "max_running": 16}, {"max_pass_tokens": 30}], ids=str)
+@pytest.mark.parametrize(
+    ("inner", "every", "settings"),
+    pairs_first(INNER, [2, 3], [{}, {"kv_tokens": 90, "max_running": 16}, {"max_pass_tokens": 30}]),
+)
 def test_beside_requests_without_them(problem, inner, every, settings):
     policy, requests, plain = problem
     asked = with_ahead(requests, plain, AHEAD["right"], every=every)

@@ -123,7 +123,7 @@ def errors_of(accepted: float, factors: list[float]) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("accepted", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("accepted", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_what_is_said_is_what_is_true(accepted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are all wrong, half of them right, or all right, on a machine that is ten times as slow at times."""
     monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)

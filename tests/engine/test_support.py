@@ -15,6 +15,7 @@ from rhymerl.engine.support import prove_engine, refuse_unsupported
 from rhymerl.errors import ConfigError
 from rhymerl.testing import make_requests, tiny_policy
 from tests.models.small import LATENT, small_model
+from tests.products import pairs_first, values_first
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,9 @@ def move_a_token(settings):
 DTYPES = ["float64", "float32", "bfloat16"]
 
 
-@pytest.mark.parametrize("change", [hide_a_token, show_a_token, move_a_token])
-@pytest.mark.parametrize("factor", [0.25, 1, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "factor", "change"), pairs_first(DTYPES, [0.25, 1, 4], [hide_a_token, show_a_token, move_a_token])
+)
 def test_the_proof_sees_one_wrong_mask_entry_or_position(dtype, factor, change):
     model = tiny_policy(dtype=dtype).model
     with torch.no_grad():
@@ -111,8 +112,7 @@ def test_what_float32_does_not_tell_from_rounding_is_computed_in_float64(dtype, 
         prove_engine(model)
 
 
-@pytest.mark.parametrize("factor", [1, 4, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "factor"), values_first(DTYPES, [1, 4, 64]))
 def test_rounding_is_no_reason_to_refuse(dtype, factor):
     """However sharp the model has become."""
     policy = tiny_policy(dtype=dtype, hidden_size=128, num_layers=6, vocab_size=2000)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.interpreted import Interpreter
+from tests.products import values_first
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 SLOTS = 300
@@ -58,10 +59,12 @@ def expected(query, keys, values, rows, scale: float):
     return out
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 24), (7, 1, 64)])
-@pytest.mark.parametrize("most", [2, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_it_is_softmax_over_what_a_token_sees(kernel, heads, kv_heads, dim, most, dtype):
+@pytest.mark.parametrize(
+    ("shape", "most", "dtype"),
+    values_first([(4, 4, 16), (6, 2, 24), (7, 1, 64)], [8, 2], [torch.float32, torch.float16]),
+)
+def test_it_is_softmax_over_what_a_token_sees(kernel, shape, most, dtype):
+    heads, kv_heads, dim = shape
     source = np.random.default_rng(dim + most)
     rows = [
         row(source, before=0, chain=1, parents=[]),
@@ -70,9 +73,9 @@ def test_it_is_softmax_over_what_a_token_sees(kernel, heads, kv_heads, dim, most
         row(source, before=5, chain=1, parents=[-1, *range(62)]),  # as many nodes as there are bits
         row(source, before=130, chain=3, parents=[]),
     ]
-    shape = sum(len(each[1]) for each in rows), heads, dim
+    size = sum(len(each[1]) for each in rows), heads, dim
     query, keys, values = (
-        torch.from_numpy(source.normal(size=each)).to(dtype) for each in (shape, *[(SLOTS, kv_heads, dim)] * 2)
+        torch.from_numpy(source.normal(size=each)).to(dtype) for each in (size, *[(SLOTS, kv_heads, dim)] * 2)
     )
     found = kernel(query, keys, values, **laid_out(rows, most), scale=0.3, most=most)
     arrays = [each.double().numpy() for each in (query, keys, values)]

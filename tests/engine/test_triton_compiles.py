@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.products import pairs_first
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 _HOPPER = 90
@@ -116,16 +118,22 @@ def test_the_cut(dtype: str, owner: dict[str, str], tmp_path: Path) -> None:
     assert stack_bytes(found["cubin"], tmp_path) == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("groups", "dim"), [(1, 128), (7, 64), (7, 128)])
-@pytest.mark.parametrize("widest", [1, 17])
-@pytest.mark.parametrize("owner", [{}, {"query": "*fp32", "keys": "*fp32"}], ids=["alike", "autocast"])
-def test_attention(dtype: str, groups: int, dim: int, widest: int, owner: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "heads", "widest", "owner"),
+    pairs_first(
+        ["fp32", "bf16"],
+        [(1, 128), (7, 64), (7, 128)],
+        [1, 17],
+        {"alike": {}, "autocast": {"query": "*fp32", "keys": "*fp32"}},
+    ),
+)
+def test_attention(dtype: str, heads: tuple[int, int], widest: int, owner: dict[str, str], tmp_path: Path) -> None:
     """Nothing of a tile is kept in memory; under autocast rotated queries and keys stay float32."""
     import torch
 
     from rhymerl.engine import triton_attention
 
+    groups, dim = heads
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     most = triton_attention.tokens_of_a_tile(groups, kind, widest=widest)
     sizes = {

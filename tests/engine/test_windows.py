@@ -27,6 +27,7 @@ from rhymerl.types import Completion, RolloutRequest
 from tests.engine.test_kept import asked, play
 from tests.engine.test_lossless import answers, assert_same
 from tests.models.windowed import CHUNKED, FAMILIES, LATENTS, WINDOWED, InDouble, windowed_model
+from tests.products import pairs_first, values_first
 
 
 @cache
@@ -102,11 +103,16 @@ def attended(query, keys, values, sees, layer: LayerAttention) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 3, 16, ChunkedWindow(1), ChunkedWindow(4), ChunkedWindow(7)])
-@pytest.mark.parametrize("more", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 0.7, "sinks": True}], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 2e-5)])
-def test_a_window_counts_positions(compiled, window, more, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("compiled", "window", "more", "dtype"),
+    pairs_first(
+        [True, False],
+        [None, 1, 3, 16, ChunkedWindow(1), ChunkedWindow(4), ChunkedWindow(7)],
+        [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 0.7, "sinks": True}],
+        ["float64", "float32"],
+    ),
+)
+def test_a_window_counts_positions(compiled, window, more, dtype):
     """Slots are in no order, and a draft's nodes, which stand side by side, share positions."""
     layout, sees = random_pass(3, compiled=compiled)
     assert (layout.paged is not None) == compiled
@@ -118,7 +124,7 @@ def test_a_window_counts_positions(compiled, window, more, dtype, tolerance):
         *(torch.from_numpy(each.astype(dtype)) for each in (query, keys, values)), 0.3, layer
     )
     expected = attended(query, keys, values, sees, layer)
-    np.testing.assert_allclose(found.numpy(), expected, atol=tolerance, rtol=0)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-12 if dtype == "float64" else 2e-5, rtol=0)
 
 
 def test_one_mask_serves_all_layers_of_a_window():
@@ -154,25 +160,29 @@ def test_log_probs_are_transformers_own(family):
 
 
 DRAFTERS = {
-    "history_tree": lambda plain: HistoryTreeDrafter(),
     "hostile": lambda plain: RandomTreeDrafter(),
+    "history_tree": lambda plain: HistoryTreeDrafter(),
     "oracle": lambda plain: OracleDrafter({name: each.token_ids for name, each in plain.items()}),
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafter"), values_first(FAMILIES.keys(), DRAFTERS))
 def test_drafts_change_no_token(family, drafter):
     """Those of the oracle are longer than the window, and all of them are accepted."""
     plain = plain_answers(family)
     assert len({each.token_ids.tobytes() for each in plain.values()}) > 3, "the case is too easy: all answers are alike"
-    how = {"drafter": DRAFTERS[drafter](plain), "max_running": 5, "max_pass_tokens": 90}
+    how = {"drafter": drafter(plain), "max_running": 5, "max_pass_tokens": 90}
     with InDouble():
         assert_same(plain, answers(SimpleNamespace(model=model_of(family)), asked_for(), **how))
 
 
-@pytest.mark.parametrize("drafter", [None, RandomTreeDrafter(vocabulary=16)], ids=["plain", "drafts"])
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "deepseek_v2", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    values_first(
+        ["mistral", "gemma3_text", "deepseek_v2", "deepseek_v3", "llama4_text"],
+        {"plain": None, "drafts": RandomTreeDrafter(vocabulary=16)},
+    ),
+)
 def test_turns_that_are_kept_change_no_token(family, drafter):
     requests = asked(2)
     forgetful = play(Engine(model_of(family)), [replace(each, may_go_on=False) for each in requests])
@@ -197,21 +207,20 @@ def by_columns(visible: torch.Tensor, window: int) -> torch.Tensor:
 
 
 WRONG = {
+    "by columns": by_columns,
     "one more": lambda visible, window: last_seen(visible, window + 1),
     "one less": lambda visible, window: last_seen(visible, window - 1),
     "none": lambda visible, window: visible,
-    "by columns": by_columns,
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize(("family", "wrong"), values_first(WINDOWED.keys(), WRONG))
 def test_the_proof_sees_a_window_that_is_none_of_the_models(family, wrong, monkeypatch):
     model = windowed_model(family, dtype=torch.float32, sliding_window=64)
     refuse_unsupported(model)
     prove_engine(model)
     assert model.config.sliding_window == 64
-    monkeypatch.setattr(attention_module, "last_seen", WRONG[wrong])
+    monkeypatch.setattr(attention_module, "last_seen", wrong)
     with pytest.raises(ConfigError, match="differ"):
         prove_engine(model)
 

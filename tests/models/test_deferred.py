@@ -14,6 +14,7 @@ from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.lora import LoRA
 from rhymerl.models.policy import PolicySource
 from rhymerl.testing import tiny_policy
+from tests.products import pairs_first
 
 CPU = torch.device("cpu")
 FAMILIES = {
@@ -38,9 +39,10 @@ def late(source: PolicySource):
         return source.load()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["whole", "adapted"])
+@pytest.mark.parametrize(
+    ("adapter", "tied", "dtype"),
+    pairs_first({"whole": None, "adapted": LoRA(rank=2)}, [False, True], ["float32", "bfloat16"]),
+)
 def test_filled_it_is_the_model_that_is_loaded(adapter, tied, dtype, tmp_path):
     source = PolicySource(str(saved(tmp_path, tied=tied)), dtype=dtype, adapter=adapter, seed=7)
     policy, expected = late(source), source.load()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rhymerl.models.head import chosen_logprobs, head_logprobs
 from rhymerl.models.logits import LogitTransform
+from tests.products import pairs_first
 
 COUNT, WIDTH, VOCABULARY = 23, 6, 31
 
@@ -161,10 +162,12 @@ TRANSFORMS = [
 ]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
-@pytest.mark.parametrize("wrap", [lambda head: head, Other], ids=["linear", "other"])
-@pytest.mark.parametrize("chunk_tokens", [4, 100])
-@pytest.mark.parametrize("which", ["logprobs", "entropy", "logprobs entropy"])
+@pytest.mark.parametrize(
+    ("transform", "wrap", "chunk_tokens", "which"),
+    pairs_first(
+        TRANSFORMS, {"linear": lambda head: head, "other": Other}, [4, 100], ["logprobs", "entropy", "logprobs entropy"]
+    ),
+)
 def test_scaled_and_capped_logits_have_the_gradient_of_autograd(transform, wrap, chunk_tokens, which):
     hidden, head, targets = inputs(bias=True)
     targets %= transform.num_tokens or VOCABULARY

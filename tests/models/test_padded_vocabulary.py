@@ -17,6 +17,7 @@ from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_update
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, Sample
+from tests.products import values_first
 
 TOKENS, ROWS = 19, 64
 MODELS = {
@@ -61,8 +62,7 @@ def expected_logprobs(policy: Policy, completion: Completion, temperature: float
     return (logits[:, :TOKENS].double() / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("model", "sampling"), values_first(MODELS, SAMPLING))
 def test_only_tokens_of_the_tokenizer_are_sampled_and_share_the_probability(model, sampling):
     policy = padded(**model)
     prove_update(policy.model)

@@ -14,6 +14,7 @@ from rhymerl.models.logits import transform_of
 from rhymerl.models.proof import prove_update
 from rhymerl.testing import tiny_policy
 from tests.models.small import small_model
+from tests.products import values_first
 
 
 def with_logits(model: PreTrainedModel, change) -> PreTrainedModel:
@@ -74,8 +75,9 @@ def test_models_that_are_plain_pass(model_type, dtype):
     prove_update(small_model(model_type, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("cap", [15.0, 30.0, 100.0])
+@pytest.mark.parametrize(
+    ("cap", "dtype"), values_first([15.0, 30.0, 100.0], [torch.float32, torch.float64, torch.bfloat16])
+)
 def test_a_cap_shows_though_the_logits_are_small(cap, dtype):
     model = small_model("qwen2", dtype=dtype)
     prove_update(model)

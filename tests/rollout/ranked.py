@@ -52,6 +52,7 @@ class RestlessHistoPipe(HistoPipeScheduler):
         return Restless().rebalance(progress) if progress.step in self._longest else []
 
 
+PACES = {"free": False, "lockstep": True}  # whether ranks keep step
 SCHEDULERS = [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler, Restless]
 
 

@@ -15,7 +15,9 @@ from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.testing import make_prompt
 from tests.distributed.threads import Threads, run_ranks
+from tests.products import pairs_first, values_first
 from tests.rollout.ranked import (
+    PACES,
     PROMPTS,
     SCHEDULERS,
     SETTINGS,
@@ -30,9 +32,9 @@ from tests.rollout.ranked import (
 from tests.rollout.tokens import TokenBackend, expected
 
 
-@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("run_ahead", ["off", "draft", "auto"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "run_ahead", "lockstep"), pairs_first(SCHEDULERS, ["off", "draft", "auto"], PACES)
+)
 def test_every_rank_gets_the_samples_that_one_process_draws(scheduler, run_ahead, lockstep):
     alone = Ranked(size=1).run(4)[0]
     ranked = Ranked(scheduler, pass_s=0.0002, run_ahead=run_ahead, lockstep=lockstep).run(4)
@@ -44,8 +46,7 @@ def test_every_rank_gets_the_samples_that_one_process_draws(scheduler, run_ahead
             assert other.metrics["off_policy/staleness/max"] == 0
 
 
-@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "lockstep"), values_first(SCHEDULERS, PACES))
 def test_kept_tokens_are_those_of_the_policy_that_drew_them_at_most_one_update_ago(scheduler, lockstep):
     steps = Ranked(scheduler, pass_s=0.0004, run_ahead="keep", lockstep=lockstep).run(6)[0]
     assert check_kept(steps) > 0, "nobody ran ahead"

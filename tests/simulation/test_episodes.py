@@ -21,6 +21,7 @@ from rhymerl.testing import make_requests
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.host import Host
 from tests.environments.test_episodes import STEP, Turns, episodes
+from tests.products import pairs_first
 
 ONE, TWO = 1 + 1 / 128, 1 + 2 / 128  # a pass of one request, and of two
 
@@ -130,9 +131,14 @@ def works(wait: float, num_steps: int = 12) -> list[StepWork]:
     return [replace(work, turns=np.full(128, 4), waits=waits) for work in plain.steps(num_steps, 0)]
 
 
-@pytest.mark.parametrize("mode", ["off", "draft", "auto", "keep"])
-@pytest.mark.parametrize("max_running", [None, 8])
-@pytest.mark.parametrize("make", [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler])
+@pytest.mark.parametrize(
+    ("make", "max_running", "mode"),
+    pairs_first(
+        [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler],
+        [None, 8],
+        ["off", "draft", "auto", "keep"],
+    ),
+)
 def test_every_scheduler_in_every_mode_answers_all(make, max_running, mode):
     decoding = Decoding(max_running=max_running)
     it = Simulation(make(), num_workers=4, run_ahead=mode, decoding=decoding, rebalance_every=100.0).run(
@@ -204,7 +210,7 @@ def answered_s(host: Host, requests: list[RolloutRequest]) -> float:
     return time.perf_counter() - started
 
 
-@pytest.mark.parametrize("slots", [2, 12])
+@pytest.mark.parametrize("slots", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_step_takes_as_long_as_with_a_host_and_its_environment(slots):
     waits_s = [0.0, 0.3, 0.1, 0.0, 0.6, 0.0, 0.2, 0.05, 0.0, 0.4, 0.0, 0.1]
     with episodes(Sleeps()) as made:

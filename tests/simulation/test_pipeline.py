@@ -21,6 +21,7 @@ from rhymerl.simulation import Decoding, Simulation, StepWork, SyntheticLengths
 from rhymerl.simulation.pipeline import samples_of
 from rhymerl.simulation.summary import Window, step_time, summary
 from rhymerl.testing import make_requests
+from tests.products import values_first
 from tests.simulation.twin import pipelined
 
 SCHEDULERS = [FIFOScheduler, SortedScheduler, PackedScheduler, HistoPipeScheduler, PacedScheduler]
@@ -77,8 +78,7 @@ def test_draft_by_hand():
 COSTS = CostCurve([(1, 6.2), (64, 7.5), (256, 14), (512, 22), (1024, 38), (4096, 140)])
 
 
-@pytest.mark.parametrize("acceptance", [0.5, 0.95, 0.998])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "acceptance"), values_first(SCHEDULERS, [0.5, 0.95, 0.998]))
 def test_prefetched_tokens_cost_no_time_where_all_draft(scheduler, acceptance):
     """Whatever share of them is right: no more are verified than pay, and none behind the first that is wrong."""
     decoding = Decoding(costs=COSTS, tokens_per_pass=3.5, verified=4, redo_acceptance=acceptance, redo_nodes=128)
@@ -101,8 +101,10 @@ LOSING = [
 ]
 
 
-@pytest.mark.parametrize("pipeline", ["colocated", "disaggregated"])
-@pytest.mark.parametrize("decoding", LOSING)
+@pytest.mark.parametrize(
+    ("decoding", "pipeline"),
+    values_first({str(n): each for n, each in enumerate(LOSING)}, ["colocated", "disaggregated"]),
+)
 def test_auto_is_as_fast_as_off_and_as_fifo(decoding, pipeline):
     works = SyntheticLengths(prompts_per_step=32).steps(12, 0)
 
@@ -187,8 +189,7 @@ def test_as_a_simulator_of_single_passes(plans, run_ahead, train_time):
     assert it.ends.tolist() == [pytest.approx(each) for each in twin.ends]
 
 
-@pytest.mark.parametrize("mode", ["off", "draft", "keep"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "mode"), values_first(SCHEDULERS, ["keep", "off", "draft"]))
 def test_every_request_is_answered_once_and_never_by_a_policy_older_than_one_step(scheduler, mode):
     works = small()
     decoding = Decoding(redo_nodes=8)
@@ -317,8 +318,7 @@ class Dropping(Scheduler):
         return [list(requests[1:]), *([] for _ in range(num_workers - 1))]
 
 
-@pytest.mark.parametrize("slots", [None, 24])
-@pytest.mark.parametrize("num_workers", [4, 16])
+@pytest.mark.parametrize(("num_workers", "slots"), values_first([4, 16], [None, 24]))
 def test_tier_2_is_no_slower_than_tier_1_with_few_workers(num_workers, slots):
     """It used to take 1.05 to 1.3 times as long: the shortest group alone asks for eight workers."""
     lengths = SyntheticLengths(prompts_per_step=4 * num_workers, group_size=8, steps_per_epoch=4)

@@ -30,6 +30,7 @@ from rhymerl.workers.coordinator import SharedPlan
 from rhymerl.workers.run_ahead import RunAheadState
 from tests.engine.test_grid import sample
 from tests.engine.test_lossless import answers, assert_same
+from tests.products import pairs_first
 from tests.training.updates import norm_in_double, run_update
 
 TRUNCATIONS = {"top-p": {"top_p": 0.8}, "top-k": {"top_k": 20}, "min-p": {"min_p": 0.1}}
@@ -66,9 +67,9 @@ def logprobs_of(policy: Policy, samples: list[Sample], temperature: float, *, sh
     return output.logprobs[tokens.response].numpy()
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
+@pytest.mark.parametrize(
+    ("truncation", "temperature", "drafter"), pairs_first(TRUNCATIONS, [0.6, 1.0], DRAFTERS.keys())
+)
 def test_the_first_updates_ratio_is_1(in_double, truncation, temperature, drafter):
     policy = wide_policy()
     found = sampled(policy, DRAFTERS[drafter](), temperature=temperature, **truncation)

@@ -27,6 +27,7 @@ from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.distributed.threads import run_ranks
 from tests.models.test_logprobs import answered
+from tests.products import pairs_first
 from tests.training.updates import ActorCritic, forgiving_grpo, norm_in_double, scored
 
 
@@ -104,9 +105,9 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 50, 10**6])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "micro_batch_tokens", "alike"), pairs_first(ALGORITHMS.keys(), [1, 50, 10**6], [False, True])
+)
 def test_the_gradients_are_those_of_separate_rows(name, micro_batch_tokens, alike):
     algorithm, critic = ALGORITHMS[name]
     samples, settings = scored(16, alike=alike), {"algorithm": algorithm, "critic": critic, "mini_batches": 2}

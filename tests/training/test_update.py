@@ -22,11 +22,11 @@ from rhymerl.training.batches import step_batch
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from rhymerl.types import Sample
+from tests.products import values_first
 from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, run_update, scored
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 200])
+@pytest.mark.parametrize(("micro_batch_tokens", "kl_coef"), values_first([1, 60, 200], [0.0, 0.3]))
 def test_micro_batches_change_neither_weights_nor_metrics(micro_batch_tokens, kl_coef):
     samples = scored(16)
     # Two mini-batches, so that the second starts from weights that the first has moved.

@@ -16,6 +16,7 @@ from rhymerl.models.logprobs import token_batch
 from rhymerl.models.shared_prefixes import place_runs
 from rhymerl.training.batches import micro_batches
 from rhymerl.types import Sample, Segment
+from tests.products import pairs_first
 from tests.training import test_update_turns as turns
 from tests.training.test_shared_prefixes import gradients, policy_of
 from tests.training.updates import norm_in_double, scored
@@ -83,10 +84,10 @@ class PlainParts(turns.Plain):
             self.values = [turns.sampled_of(each, over_parts(each, of_part)) for each in samples]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10**6])
-@pytest.mark.parametrize("name", turns.ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "micro_batch_tokens", "shares", "num_ranks"),
+    pairs_first(turns.ALGORITHMS.keys(), [1, 60, 10**6], [False, True], [1, 2]),
+)
 def test_loss_and_gradients_are_those_of_parts_as_rows_with_the_episodes_advantages(
     episodes, name, micro_batch_tokens, shares, num_ranks, monkeypatch
 ):

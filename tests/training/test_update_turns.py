@@ -19,6 +19,7 @@ from rhymerl.training.batches import step_batch
 from rhymerl.types import Sample, TurnEnd
 from tests.algos.twin import plain_advantages
 from tests.distributed.threads import run_ranks
+from tests.products import pairs_first
 from tests.training.test_shared_prefixes import gradients, policy_of
 from tests.training.updates import norm_in_double, scored
 
@@ -170,10 +171,10 @@ def assert_same_gradients(
             torch.testing.assert_close(mine, other, atol=1e-12 * max(1.0, float(other.abs().max())), rtol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10**6])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "micro_batch_tokens", "shares", "num_ranks"),
+    pairs_first(ALGORITHMS.keys(), [1, 60, 10**6], [False, True], [1, 2]),
+)
 def test_advantages_loss_and_gradients_are_those_of_the_sampled_tokens_alone(
     episodes, name, micro_batch_tokens, shares, num_ranks
 ):

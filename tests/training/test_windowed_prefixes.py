@@ -18,6 +18,7 @@ from rhymerl.training.settings import UpdateSettings
 from tests.models.small import small_model
 from tests.models.test_logprobs import answered
 from tests.models.windowed import CHUNKED, FAMILIES, LATENTS, WINDOWED, InDouble, windowed_model
+from tests.products import pairs_first, values_first
 from tests.training.test_shared_prefixes import assert_equal, gradients
 from tests.training.updates import forgiving_grpo, scored
 
@@ -40,24 +41,19 @@ def both(family: str, samples, **settings):
         return [gradients(samples, shares=shares, algorithm=forgiving_grpo, policy=policy) for shares in (True, False)]
 
 
-@pytest.mark.parametrize("longest_prompt", [3, 40])
-@pytest.mark.parametrize("window", [1, 3, 8, 24])
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize(("family", "window", "longest_prompt"), pairs_first(WINDOWED.keys(), [1, 3, 8, 24], [3, 40]))
 def test_the_gradients_are_those_of_separate_rows(family, window, longest_prompt):
     found, expected = both(family, samples_of(window, longest_prompt=longest_prompt), sliding_window=window)
     assert all(any(each.any() for each in step) for step in expected[0])
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("longest_prompt", [3, 40])
-@pytest.mark.parametrize("family", LATENTS)
+@pytest.mark.parametrize(("family", "longest_prompt"), values_first(LATENTS.keys(), [3, 40]))
 def test_the_gradients_of_latents_are_those_of_separate_rows(family, longest_prompt):
     assert_equal(*both(family, samples_of(5, longest_prompt=longest_prompt)))
 
 
-@pytest.mark.parametrize("block", [3, 256])
-@pytest.mark.parametrize("chunk", [1, 4, 24])
-@pytest.mark.parametrize("family", CHUNKED)
+@pytest.mark.parametrize(("family", "chunk", "block"), pairs_first(CHUNKED.keys(), [1, 4, 24], [3, 256]))
 def test_the_gradients_of_chunks_are_those_of_separate_rows(family, chunk, block, monkeypatch):
     """A block begins anywhere in a chunk."""
     monkeypatch.setattr(shared_prefixes, "_BLOCK", block)
@@ -84,8 +80,7 @@ def test_they_share_their_prompts(family):
     assert UpdateSettings().shares(windowed_model(family, dtype=torch.float32), 64)
 
 
-@pytest.mark.parametrize("by", [-1, 1, 1000])
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize(("family", "by"), values_first(WINDOWED.keys(), [-1, 1, 1000]))
 def test_a_window_that_is_none_of_the_models_is_found_out(family, by, monkeypatch):
     body = windowed_model(family, dtype=torch.float32, sliding_window=16).get_decoder()
     assert prove_sharing(body, 64) is None

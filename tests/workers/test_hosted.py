@@ -24,7 +24,9 @@ from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
 from tests.distributed.threads import run_ranks
+from tests.products import pairs_first, values_first
 from tests.rollout.ranked import (
+    PACES,
     REWARD,
     SCHEDULERS,
     SETTINGS,
@@ -46,9 +48,7 @@ def looks_often(monkeypatch):
     monkeypatch.setattr(coordinator, "REBALANCE_EXCHANGES", 1)
 
 
-@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("run_ahead", ["off", "draft"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "run_ahead", "lockstep"), pairs_first(SCHEDULERS, ["off", "draft"], PACES))
 def test_workers_give_the_samples_that_one_process_gives(scheduler, run_ahead, lockstep):
     with fleet(scheduler, pass_s=0.0002, run_ahead=run_ahead, lockstep=lockstep) as (loop, _):
         for one, other in zip(alone(4), run(loop, range(4), update_s=0.01), strict=True):
@@ -57,8 +57,7 @@ def test_workers_give_the_samples_that_one_process_gives(scheduler, run_ahead, l
             assert other.metrics["off_policy/staleness/max"] == 0
 
 
-@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "lockstep"), values_first(SCHEDULERS, PACES))
 def test_kept_tokens_are_at_most_one_policy_old(scheduler, lockstep):
     with fleet(scheduler, pass_s=0.0004, run_ahead="keep", lockstep=lockstep) as (loop, _):
         steps = run(loop, range(6), update_s=0.01)

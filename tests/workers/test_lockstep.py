@@ -12,6 +12,7 @@ from rhymerl.rollout import RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_prompt, tiny_policy
 from rhymerl.workers.remote.threads import ThreadBackend
+from tests.products import values_first
 from tests.rollout.ranked import REWARD, SETTINGS, Restless, length, prompts, run_step
 from tests.workers.fleet import fleet
 from tests.workers.late import LateBackend, NotingBackend, Pass
@@ -37,8 +38,7 @@ def passes_of(scheduler, run_ahead, *, seed=0, late_s=0.0, evaluates=False) -> l
     return [engine.passes for engine in engines]
 
 
-@pytest.mark.parametrize("run_ahead", ["draft", "keep"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "run_ahead"), values_first(SCHEDULERS, ["draft", "keep"]))
 def test_passes_are_the_same_however_late_messages_are(scheduler, run_ahead):
     """Also where a worker begins an exchange only after another one has told of it, and requests move between them."""
     punctual = passes_of(scheduler, run_ahead)
@@ -46,8 +46,7 @@ def test_passes_are_the_same_however_late_messages_are(scheduler, run_ahead):
         assert passes_of(scheduler, run_ahead, seed=seed, late_s=0.005) == punctual
 
 
-@pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(("scheduler", "run_ahead"), values_first(SCHEDULERS, ["off", "draft", "keep"]))
 def test_an_evaluation_leaves_the_passes_of_training_as_they_are(scheduler, run_ahead):
     evaluated = passes_of(scheduler, run_ahead, evaluates=True)
     for passes in evaluated:
