@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,18 +159,30 @@ def settle(left: Callable[[], list[Leak]]) -> list[Leak]:
 def children() -> dict[int, str]:
     """Running child processes and their command lines; zombies are not running. Empty where there is no /proc."""
     found = {}
-    for name in os.listdir("/proc") if Path("/proc").is_dir() else []:
-        if not name.isdigit():
-            continue
-        stat = Path("/proc", name, "stat")
+    for pid in child_pids():
+        stat = Path("/proc", pid, "stat")
         try:
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()
             if int(parent) == os.getpid() and state != "Z":
                 command = stat.with_name("cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(name)] = command.decode(errors="replace").strip()[:200]
+                found[int(pid)] = command.decode(errors="replace").strip()[:200]
         except OSError:  # it ended while we looked
             continue
     return found
+
+
+def child_pids() -> list[str]:
+    """The kernel's own lists of each thread's children; all processes, which take milliseconds, where it keeps none."""
+    if not Path("/proc/self/task").is_dir():
+        return []
+    lists = glob("/proc/self/task/*/children")
+    if not lists:
+        return [name for name in os.listdir("/proc") if name.isdigit()]
+    pids: list[str] = []
+    for name in lists:
+        with suppress(OSError):  # the thread has ended; its children are another thread's
+            pids += Path(name).read_text().split()
+    return pids
 
 
 @pytest.fixture(autouse=True)

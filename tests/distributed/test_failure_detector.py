@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -19,16 +19,18 @@ import pytest
 from rhymerl.distributed import failure_detector as module
 from rhymerl.distributed.failure_detector import FailureDetector
 from rhymerl.errors import RunError
+from tests.integration.programs import CONTEXT
 
 SIZE = 3
 GRACE_S = 1.0
 HANGS_S = 100.0
 NEVER_S = 1e5  # what is not noticed at once would be noticed only then
-SPAWN = multiprocessing.get_context("spawn")
 
 
-def obey(rank: int, pipe: Connection[Any, Any]) -> None:
-    """A rank that checks its failure_detector while it waits for commands."""
+def obey(rank: int, pipe: Connection[Any, Any], output: Path | None) -> None:
+    """A rank that checks its failure_detector while it waits for commands; its errors go to the file `output`."""
+    if output is not None:
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 
     def exchange(value: object) -> object:
         if rank:
@@ -70,9 +72,9 @@ def fork() -> int:
 class Team:
     """The processes, and the pipes over which they get commands and report."""
 
-    def __init__(self) -> None:
-        self.pipes, theirs = zip(*(SPAWN.Pipe() for _ in range(SIZE)), strict=True)
-        self.processes = [SPAWN.Process(target=obey, args=(rank, theirs[rank])) for rank in range(SIZE)]
+    def __init__(self, output: Path | None = None) -> None:
+        self.pipes, theirs = zip(*(CONTEXT.Pipe() for _ in range(SIZE)), strict=True)
+        self.processes = [CONTEXT.Process(target=obey, args=(rank, theirs[rank], output)) for rank in range(SIZE)]
         for process, pipe in zip(self.processes, theirs, strict=True):
             process.start()
             pipe.close()
@@ -142,8 +144,8 @@ def test_reason_of_a_failure_arrives_everywhere(team: Team, failing: int) -> Non
 
 
 @pytest.mark.parametrize("hanging", [0, 2])
-def test_rank_that_hangs_after_a_failure_is_ended(hanging: int, capfd: pytest.CaptureFixture[str]) -> None:
-    with closing(Team()) as team:  # not by the fixture: capfd captures what is started in the test itself
+def test_rank_that_hangs_after_a_failure_is_ended(hanging: int, tmp_path: Path) -> None:
+    with closing(Team(tmp_path / "output")) as team:
         team.open()
         team.command(hanging, "hang")
         assert team.pipes[hanging].recv() == "hangs"  # else it might see the failure before it gets the command
@@ -151,7 +153,7 @@ def test_rank_that_hangs_after_a_failure_is_ended(hanging: int, capfd: pytest.Ca
         assert team.reports(2 - hanging, "rank 1 has ended (killed?)")
         assert team.exit_code(hanging) == 1
     hung = f"error: rank 1 has ended (killed?)\nerror: rank {hanging} hung for 1 s after that and ends too\n"
-    assert capfd.readouterr().err == hung
+    assert (tmp_path / "output").read_text() == hung
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])

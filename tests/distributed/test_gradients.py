@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rhymerl.distributed.gradients import buckets, sum_gradients
+from tests.integration.ranked import run_ranks
 
 BUCKET_BYTES = [1, 100, 2**20]
 EVERYBODY, RANK_0, RANK_1, NOBODY, FROZEN, HALF, TRANSPOSED, LAST = range(8)
@@ -30,9 +32,10 @@ def parameters_of(rank: int) -> list[nn.Parameter]:
     return made
 
 
-def sum_in_process(rank: int, num_ranks: int, folder: str) -> None:
+def sum_in_process(folder: str) -> None:
     """Saves the gradients that each size of bucket leaves."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/collective", rank=rank, world_size=num_ranks)
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/collective", rank=rank, world_size=2)
     outcomes = []
     for bucket_bytes in BUCKET_BYTES:
         parameters = parameters_of(rank)
@@ -46,7 +49,7 @@ def sum_in_process(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def test_two_processes_add_up_their_gradients(tmp_path):
-    torch.multiprocessing.spawn(sum_in_process, (2, str(tmp_path)), nprocs=2)
+    run_ranks(2, sum_in_process, str(tmp_path), output=tmp_path / "output")
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     mine, other = ([parameter.grad for parameter in parameters_of(rank)] for rank in range(2))
     for gradients in (*first, *second):

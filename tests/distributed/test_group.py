@@ -7,17 +7,17 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from rhymerl.distributed.group import Group
 from rhymerl.errors import RunError
 from rhymerl.types import Output, Ratio
+from tests.integration.ranked import run_ranks
 
 
-def join(rank: int, folder: str, secrets: list[str]) -> None:
+def join(folder: str, secrets: list[str]) -> None:
     """Write what each rank sees of the others to a file."""
-    torch.set_num_threads(1)
+    rank = int(os.environ["LOCAL_RANK"])
     os.environ.update(RHYMERL_SECRET=secrets[rank], MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/collective", rank=rank, world_size=2)
     try:
@@ -39,7 +39,7 @@ def join(rank: int, folder: str, secrets: list[str]) -> None:
 
 
 def of_both(folder: Path, secrets: list[str]) -> list[dict[str, object]]:
-    torch.multiprocessing.spawn(join, (str(folder), secrets), nprocs=2)
+    run_ranks(2, join, str(folder), secrets, output=folder / "output")
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 

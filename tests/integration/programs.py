@@ -18,8 +18,8 @@ from rhymerl.callbacks import AtomicCheckpointIO
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.tasks import Task
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["rhymerl.runs.fit", "rhymerl.runs.warmstart", "tests.integration.programs"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pytest", "rhymerl.runs.fit", "rhymerl.runs.warmstart", "tests.integration.programs"])
 
 
 def start(words: Sequence[str], output: Path) -> ForkServerProcess:
@@ -29,7 +29,7 @@ def start(words: Sequence[str], output: Path) -> ForkServerProcess:
 
 def run(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
     """A function in a process of its own."""
-    process = _CONTEXT.Process(target=function, args=arguments)
+    process = CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from rhymerl.errors import RunError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.types import Sample
 from tests.distributed.threads import run_ranks
+from tests.integration.ranked import run_ranks as run_processes
+from tests.products import pairs_first
 from tests.training.updates import ActorCritic, first_policy, forgiving_grpo, run_update, scored
 
 T = TypeVar("T")
@@ -55,9 +58,9 @@ def assert_bitwise_equal(models: list[nn.Module]):
         assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("mini_batches", [1, 3])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10**6])
+@pytest.mark.parametrize(
+    ("num_ranks", "mini_batches", "micro_batch_tokens"), pairs_first([1, 2, 3], [1, 3], [1, 60, 10**6])
+)
 def test_ranks_take_the_steps_of_one(num_ranks, mini_batches, micro_batch_tokens):
     samples = ragged(16)
     expected = run_update(samples, steps=2, mini_batches=mini_batches)
@@ -142,9 +145,7 @@ class Recorded(Alone):
         loss.backward()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("warmup_steps", [0, 1, 2])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("shared", "warmup_steps", "num_ranks"), pairs_first([True, False], [0, 1, 2], [1, 2, 3]))
 def test_with_a_critic(shared, warmup_steps, num_ranks):
     """Two steps of three mini-batches; the policy takes part in both, in the second alone, or in none."""
     samples = ragged(8)
@@ -241,10 +242,10 @@ def test_a_gradient_that_one_rank_breaks_stops_all_of_them():
     assert on_threads(3, work) == [True] * 3
 
 
-def train_in_process(rank: int, num_ranks: int, folder: str) -> None:
+def train_in_process(folder: str) -> None:
     """Three updates, the last two of which are the same with dropout; saves what came of them."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     samples, ranks = ragged(16), Group()
     outcomes = []
     for dropout in (0.0, 0.3, 0.3):
@@ -261,7 +262,7 @@ def test_two_processes_are_as_good_as_one(tmp_path):
     samples = ragged(16)
     expected, metrics = run_update(samples, steps=3, mini_batches=2)
     seed = torch.initial_seed()
-    torch.multiprocessing.spawn(train_in_process, (2, str(tmp_path)), nprocs=2)
+    run_processes(2, train_in_process, str(tmp_path), output=tmp_path / "output")
     (plain, *noisy), others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
 
     for name, weight in expected.state_dict().items():

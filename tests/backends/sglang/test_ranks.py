@@ -25,6 +25,7 @@ from tests.backends.sglang.conftest import make_flat_policy
 from tests.backends.sglang.test_server import ENVIRONMENT, PATH
 from tests.backends.sglang.test_session import all_of, assert_whole, synced
 from tests.backends.sglang.weights_engine import weights_engine
+from tests.integration.ranked import run_ranks
 
 SIZE = 2
 LEAKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"}
@@ -39,8 +40,9 @@ def launched(rank: int, folder: str) -> None:
     os.environ.update({name: str(value) for name, value in {**of_all, **of_one, **elastic}.items()})
 
 
-def live(rank: int, folder: str) -> None:
+def live(folder: str) -> None:
     """All that a rank does here, one after the other: starting processes takes most of the time."""
+    rank = int(os.environ["LOCAL_RANK"])
     launched(rank, folder)
     found = {"refused": refuse(rank), "answered": answer(rank, folder), "weights": hand_over(rank)}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
@@ -50,7 +52,7 @@ def live(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory) -> list[dict]:
     """Return what the ranks have found."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(live, (str(folder),), nprocs=SIZE)
+    run_ranks(SIZE, live, str(folder), output=folder / "output")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 

@@ -31,7 +31,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("where", ["temporary", "given"])
+@pytest.mark.parametrize("where", [pytest.param("temporary", marks=pytest.mark.slow), "given"])
 def test_a_killed_trainer_leaves_no_files(tmp_path, where):
     given = tmp_path / "given"
     given.mkdir()

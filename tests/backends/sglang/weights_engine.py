@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rhymerl.backends.remote.client import Client
 from tests.backends.sglang.fake_engine import FakeEngine
+from tests.integration.programs import CONTEXT
 
 _TIMEOUT = timedelta(hours=10)
 
@@ -87,9 +87,8 @@ def _serve(pipe: Connection[Any, Any]) -> None:
 @contextmanager
 def weights_engine() -> Iterator[Client]:
     """The way to one that runs."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,))
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_serve, args=(theirs,))
     process.start()
     try:
         yield Client.at(ours.recv())
