@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,15 +53,19 @@ def words_of(name: str) -> set[str]:
     return set("_".join(words).replace("in_flight", "inflight").split("_"))
 
 
+@cache
 def is_former(name: str) -> bool:
     return name in FORMER_NAMES or bool(words_of(name) & FORMER_WORDS)
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    for where, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
-                yield f"{where}:{getattr(node, 'lineno', 1)}", text
+@cache
+def docstrings() -> list[tuple[str, str]]:
+    return [
+        (f"{where}:{getattr(node, 'lineno', 1)}", text)
+        for where, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, Documented) and (text := ast.get_docstring(node))
+    ]
 
 
 @pytest.mark.parametrize("name", ["Parcel", "_lifeline_fd", "num_guests", "Line", "_kept", "Conductor", "drawn"])
@@ -83,7 +88,7 @@ def test_no_name_is_a_former_one() -> None:
         for name in names_in(node)
         if is_former(name)
     ]
-    modules = [where for where, _ in trees() if any(is_former(part) for part in Path(where).with_suffix("").parts)]
+    modules = [path for path in FILES if any(map(is_former, path.relative_to(ROOT).with_suffix("").parts))]
     assert found + modules == []
 
 
