@@ -26,6 +26,7 @@ from rhymerl.workers.host import Host
 from tests.environments import user_tools
 from tests.environments.test_episodes import STEP, Digits, Turns, answers, requests
 from tests.environments.worlds import Asks, Counts, Logs, Shells
+from tests.products import values_first
 
 TURNS = [Turn(text="a", reply="b"), Turn(text="c")]
 
@@ -272,8 +273,7 @@ def group(count: int) -> list[RolloutRequest]:
     return [replace(request, seed=17 * (number // 2)) for number, request in enumerate(requests(count))]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize(("seed", "lockstep"), values_first(range(3), [False, True]))
 def test_with_a_memory_an_episode_has_the_same_tokens_wherever_it_goes_on(seed, lockstep) -> None:
     asked, draw = group(8), random.Random(seed)
     with episodes(remembers=False) as made:

@@ -11,7 +11,6 @@ import pytest
 from tests.integration.conftest import checkpoint
 
 SWITCHES = [
-    "algo=ppo",
     "rollout.dynamic_sampling=2",
     "update.epochs=2",
     "update.activation_checkpointing=true",

@@ -77,11 +77,11 @@ def test_each_turn_is_sampled_behind_the_templates_rendering(plain):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"drafter": HistoryTreeDrafter()},
-        {"drafter": NGramDrafter()},
+        pytest.param({"drafter": HistoryTreeDrafter()}, marks=pytest.mark.slow),
+        pytest.param({"drafter": NGramDrafter()}, marks=pytest.mark.slow),
         {"drafter": RandomTreeDrafter(vocabulary=16), "budget": FixedBudget(8)},
         {"drafter": HistoryTreeDrafter(), "scheduler": HistoPipeScheduler(), "budget": FixedBudget(8)},
-        {"drafter": NoDrafter(), "scheduler": SortedScheduler()},
+        pytest.param({"drafter": NoDrafter(), "scheduler": SortedScheduler()}, marks=pytest.mark.slow),
         {
             "drafter": HistoryTreeDrafter(),
             "backend": ThreadBackend(lambda number: EmbeddedBackend()),

@@ -20,7 +20,11 @@ from tests.ray.commands import SETTINGS, start
             ["backend=embedded", "workers=3", "run_ahead='off'"],
             "workers=3: with EmbeddedBackend every rank is a worker; expected null, 1, or backend=ray",
         ),
-        (["backend.address='127.0.0.1:9'"], "backend.address='127.0.0.1:9': no Ray cluster answers there"),
+        pytest.param(
+            ["backend.address='127.0.0.1:9'"],
+            "backend.address='127.0.0.1:9': no Ray cluster answers there",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["backend.gpus_per_worker=1"],
             "workers=2: each takes 1 CPU and 1 GPU of a node, and the cluster (2 CPU and 0 GPU on 1 node) has room for 0",

@@ -91,14 +91,16 @@ def test_no_value_of_a_config_is_markdown_html_or_front_matter(field: str, tmp_p
         assert kinds(their_body) == expected, text
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_no_name_in_a_summary_is_more_than_a_cell(text: str, tmp_path: Path) -> None:
+def test_no_name_in_a_summary_is_more_than_a_cell(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    pages = []
-    for name in ("plain", text):
+
+    def kinds_with(name: str) -> list[str]:
         (run / "summary.json").write_text(json.dumps({name: 1, "other": 2}))
-        pages.append(kinds(head_and_body(card(tmp_path, {}, run))[1]))
-    assert pages[0] == pages[1]
+        return kinds(head_and_body(card(tmp_path, {}, run))[1])
+
+    expected = kinds_with("plain")
+    for text in HOSTILE:
+        assert kinds_with(text) == expected, text
 
 
 def test_values_are_readable(tmp_path: Path) -> None:
