@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,19 @@ GOOD = {"prompt": "1+1=?\n", "answer": "2"}
 
 
 @pytest.fixture
-def index(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory with good and bad files of all kinds."""
-    monkeypatch.chdir(tmp_path)
+def index(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current directory with good and bad files of all kinds, to which no command adds one."""
+    monkeypatch.chdir(files)
+    before = sorted(files.iterdir())
+    yield files
+    sys.modules.pop("my_rewards", None)
+    shutil.rmtree(files / "__pycache__", ignore_errors=True)
+    assert sorted(files.iterdir()) == before
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
+    tmp_path = tmp_path_factory.mktemp("files")
     (tmp_path / "good.jsonl").write_text(json.dumps(GOOD) + "\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "null.jsonl").write_text(json.dumps({**GOOD, "prompt": None}) + "\n")
