@@ -11,7 +11,7 @@ from rhymerl.drafters import HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.testing import RandomTreeDrafter
 from tests.integration.training import Run, Trained
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 RUN = Run(num_steps=NUM_STEPS, prompts_per_step=2)  # three steps are an epoch
 
 
@@ -32,7 +32,7 @@ def plain() -> Trained:
     ],
     ids=["history_tree", "deterministic", "chain", "ngram", "random trees"],
 )
-def test_twenty_steps_draw_the_same_tokens_and_end_in_the_same_weights(plain, drafter, budget):
+def test_eight_steps_draw_the_same_tokens_and_end_in_the_same_weights(plain, drafter, budget):
     weights, steps = plain
     drafted_weights, drafted_steps = RUN.train(drafter=drafter, budget=budget)
     assert len(steps) == len(drafted_steps) == NUM_STEPS
