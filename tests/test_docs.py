@@ -42,6 +42,7 @@ TINY = [
     "backend.max_running=8",
     "trainer.max_steps=1",
     "trainer.accelerator=cpu",
+    "report=false",
 ]
 SHORTER = {"replay": ["from_epoch=15"], "simulate": ["steps=4", "warm_up=1"]}
 NO_SETTINGS = {"history.rhyme", "model.generate", "scheduler.my_argument=3", "logger.project=NAME", "logger.id=NAME"}

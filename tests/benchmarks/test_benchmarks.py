@@ -71,7 +71,7 @@ def test_draft_rules_say_what_is_accepted_where_answers_come_again(run: Run, tmp
     assert accepted["own"] == accepted["siblings"] == accepted["others"] == accepted["at 8"] == 0
 
 
-@pytest.mark.parametrize("task", ["echo", "running_sum"])
+@pytest.mark.parametrize("task", [pytest.param("echo", marks=pytest.mark.slow), "running_sum"])
 def test_comparisons_with_trl_run_our_side_alone(run: Run, task: str) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
     words += ("--task", task, "--seeds", "1", "--steps", "3", "--warm-up", "1")
@@ -126,6 +126,7 @@ def test_slow_tools_has_a_row_a_pass_and_the_memory_changes_no_reward(run: Run) 
     assert all(row["saved_s"] > 0 for row in memory)
 
 
+@pytest.mark.slow
 def test_longer_task_has_rows_for_each_number_of_running_requests(run: Run) -> None:
     sizes = ("task.train_size=4", "task.validation_size=2", "data.prompts_per_step=2", "rollout.group_size=2")
     words = ("--config", "quickstart", "--running", "2", "4", "--from-epoch", "2", "--every", "1")
@@ -238,6 +239,7 @@ SMALL_RUN = ["--epoch-steps", "1", "--prompts", "2", "--workers", "2", "--held-o
 SMALL_SETTINGS = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
 
 
+@pytest.mark.slow
 def test_headline_settings_has_the_main_rows_of_each_setting(run: Run) -> None:
     words = ["--steps", "2", "--only", "32B on four H100", *SMALL_RUN, "--", *SMALL_SETTINGS]
     rows = run("emulation.headline_settings", *words)["rows"]
@@ -246,6 +248,7 @@ def test_headline_settings_has_the_main_rows_of_each_setting(run: Run) -> None:
     assert len(rows) == 8
 
 
+@pytest.mark.slow
 def test_emulation_is_compared_with_the_same_run_on_this_machine(run: Run) -> None:
     words = ["--steps", "3", "--epoch-steps", "1", "--prompts", "2", "--max-running", "4", "--repeats", "1"]
     settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]

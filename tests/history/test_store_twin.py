@@ -157,4 +157,4 @@ def tokens_of(change: Any) -> list[Any]:
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=200, stateful_step_count=30)
+TestStore.settings = settings(max_examples=80, stateful_step_count=30)

@@ -27,6 +27,7 @@ from rhymerl.testing import tiny_policy
 from rhymerl.types import Sample
 from tests.integration.ranked import run_ranks, said, start_ranks
 from tests.integration.training import Run, Trained
+from tests.products import pairs_first
 from tests.rollout.ranked import Restless
 
 STEPS = 10
@@ -157,9 +158,10 @@ def train_until_death(rank: int, how: str, run_ahead: str) -> None:
     run.train(scheduler=Restless(), run_ahead=run_ahead, callbacks=[Die(rank, how)])
 
 
-@pytest.mark.parametrize("run_ahead", ["off", "keep"])
-@pytest.mark.parametrize("how", ["killed", "raises", "killed soon", "told to end"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "how", "run_ahead"),
+    pairs_first([0, 1], ["killed", "raises", "killed soon", "told to end"], ["off", "keep"]),
+)
 def test_when_a_rank_ends_the_other_ends_with_its_error(rank, how, run_ahead, tmp_path):
     processes = start_ranks(2, train_until_death, rank, how, run_ahead, output=tmp_path / "output")
     processes[rank].join(600)
