@@ -11,7 +11,7 @@ from rhymerl.drafters import HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.testing import RandomTreeDrafter
 from tests.integration.training import Run, Trained
 
-NUM_STEPS = 8
+NUM_STEPS = 10
 RUN = Run(num_steps=NUM_STEPS, prompts_per_step=2)  # three steps are an epoch
 
 
@@ -32,7 +32,7 @@ def plain() -> Trained:
     ],
     ids=["history_tree", "deterministic", "chain", "ngram", "random trees"],
 )
-def test_eight_steps_draw_the_same_tokens_and_end_in_the_same_weights(plain, drafter, budget):
+def test_ten_steps_draw_the_same_tokens_and_end_in_the_same_weights(plain, drafter, budget):
     weights, steps = plain
     drafted_weights, drafted_steps = RUN.train(drafter=drafter, budget=budget)
     assert len(steps) == len(drafted_steps) == NUM_STEPS
@@ -42,4 +42,4 @@ def test_eight_steps_draw_the_same_tokens_and_end_in_the_same_weights(plain, dra
     for name, weight in weights.items():
         torch.testing.assert_close(drafted_weights[name], weight, rtol=0, atol=1e-9)
     num_accepted = sum(sample.completion.num_accepted for step in drafted_steps for sample in step)
-    assert num_accepted > 20, "nothing was tested"
+    assert num_accepted > NUM_STEPS, f"nothing was tested: {num_accepted}"
