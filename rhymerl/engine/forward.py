@@ -192,7 +192,8 @@ class Forward:
             self._tile_tokens = self._proved_tiles(kind) if self._is_same else None
         if not self._is_same:
             return None
-        if self._direct is None or not self._is_cast():
+        if self._direct is None or (self._is_stale and not self._is_cast()):
+            self._is_stale = False
             return kind(self.model, self.store)
         if self._is_stale:
             self._direct.refresh()

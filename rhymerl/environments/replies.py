@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 from rhymerl.environments.base import Reply
@@ -38,7 +38,10 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _number(value: Any, what: str) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = nan
     if not isfinite(number):
-        raise ValueError(f"its {what} is {number}, expected a finite number")
+        raise ValueError(f"its {what} is {value!r:.80}, expected a finite number")
     return number

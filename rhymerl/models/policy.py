@@ -202,13 +202,14 @@ def is_random(model: PreTrainedModel) -> bool:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode within, as without dropout; afterwards each module is in its own mode again, a frozen one too."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in trained:
+            module.training = True
 
 
 @dataclass(eq=False)

@@ -105,19 +105,24 @@ def generate(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str,
     environment = prepared(config.get("environment"), policy.tokenizer)
     tools = environment.tool_schemas if environment is not None else ()
     prompts = data.read(policy, max_tokens=settings.max_tokens, tools=tools)
-    episodes = _episodes(
-        environment_of(environment, data.task),
+    replier = environment_of(environment, data.task)
+    longest = min(_longest_tokens(prompts, settings, has_environment=replier is not None), policy.context_tokens)
+    episodes = checked_episodes(
+        replier,
         policy,
-        prompts,
         settings,
+        prompts,
         chat=data.chat,
+        longest_tokens=longest,
         num_processes=config.environment_workers,
     )
+    if episodes is not None:
+        episodes.warn()
     with_more = {"with_logprobs": True, "with_waits": not config.deterministic}
     whole, passes = AnswerTotals(), []
     with (
         _repeatable(config.deterministic),
-        _loop(config, policy, prompts, settings, episodes, progress) as loop,
+        _loop(config, policy, prompts, settings, longest, episodes, progress) as loop,
         TraceWriter(out, keep_bytes=0 if config.overwrite else None) as writer,
     ):
         for number in range(config.passes):
@@ -162,25 +167,10 @@ def _policy(config: DictConfig) -> Policy:
     return policy
 
 
-def _episodes(
-    environment: Any,
-    policy: Policy,
-    prompts: Sequence[Prompt],
-    settings: RolloutSettings,
-    **arguments: Any,
-) -> EpisodeSettings | None:
-    longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens + settings.most_reply_tokens
-    episodes = checked_episodes(
-        environment,
-        policy,
-        settings,
-        prompts,
-        longest_tokens=min(longest, policy.context_tokens),
-        **arguments,
-    )
-    if episodes is not None:
-        episodes.warn()
-    return episodes
+def _longest_tokens(prompts: Sequence[Prompt], settings: RolloutSettings, *, has_environment: bool) -> int:
+    """Return the most tokens that a prompt and its answer may have together."""
+    longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens
+    return longest + (settings.most_reply_tokens if has_environment else 0)
 
 
 def _answers(
@@ -199,6 +189,7 @@ def _loop(
     policy: Policy,
     prompts: Sequence[Prompt],
     settings: RolloutSettings,
+    longest_tokens: int,
     episodes: EpisodeSettings | None,
     progress: ProgressBar,
 ) -> Iterator[RolloutLoop]:
@@ -212,8 +203,7 @@ def _loop(
     budget: Budget = instantiate(config.budget, key="budget", kind=Budget)
     scheduler = instantiate(config.scheduler, key="scheduler", kind=Scheduler)
     backend: Backend = backend_of_workers(instantiate(config.backend, key="backend", kind=Backend))
-    longest = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens
-    backend.check(longest if episodes is None else episodes.longest_tokens)
+    backend.check(longest_tokens)
     backend.check_drafting(drafter, budget)
     with backend, RewardScorer(rewards, num_processes=1) as scorer:
         backend.start(policy, drafter, budget=budget)

@@ -165,6 +165,17 @@ def test_new_values_and_new_tensors_of_weights_are_seen():
         policy.model.load_state_dict(tiny_policy(seed=1).model.state_dict())
 
 
+def test_between_two_turns_a_models_parts_are_not_looked_up_again():
+    engine = Engine(tiny_policy(dtype="float32").model)
+    engine.submit(make_requests(2, max_tokens=12, stop_token_ids=()))
+    used = [(engine.run(max_passes=2), engine.forward._direct)[1] for _ in range(2)]
+    assert used[0] is not None
+    assert used[0] is used[1]
+    engine.new_weights(1)
+    engine.run(max_passes=2)
+    assert engine.forward._direct is not used[0]
+
+
 def bfloat16():
     return torch.autocast("cpu", torch.bfloat16)
 

@@ -158,7 +158,7 @@ PLAIN = "plain"
     [
         (PLAIN, 3, "environment", "TypeError: it returned 3, expected text, chat messages, a Reply or None"),
         (PLAIN, Reply(content=3), "environment", "TypeError: it returned 3, expected text"),
-        (PLAIN, Reply(reward="good"), "environment", "ValueError: could not convert string to float: 'good'"),
+        (PLAIN, Reply(reward="good"), "environment", "ValueError: its reward is 'good', expected a finite number"),
         ("gemma", {"content": "x"}, "environment", "TypeError: it returned the message {'content': 'x'}, expected one with the strings 'role' and 'content'"),
         ("gemma", {"role": "user", "content": None}, "environment", "TypeError: it returned the message {'role': 'user', 'content': None}, expected"),
         ("gemma", {"role": "tool", "content": "x"}, "environment", "the tokenizer's chat template refuses these messages: turns have to alternate"),

@@ -46,9 +46,10 @@ class Turns(TokenBackend):
 
 
 @contextmanager
-def episodes(environment=None, **settings) -> Iterator[Episodes]:
+def episodes(environment=None, *, timeout_s: float = 60.0, **settings) -> Iterator[Episodes]:
     parts = {"decode": lambda ids: "".join(chr(48 + each % 10) for each in ids), "context_tokens": 100}
-    made = Episodes(EnvironmentPool(environment or Counts(), num_processes=1), Digits(), **{**parts, **settings})
+    pool = EnvironmentPool(environment or Counts(), num_processes=1, timeout_s=timeout_s)
+    made = Episodes(pool, Digits(), **{**parts, **settings})
     try:
         yield made
     finally:

@@ -73,7 +73,7 @@ def test_a_call_that_fails_costs_its_episode_and_no_other(do, words):
         ),
         ([{"role": "assistant", "content": "x"}], "ValueError: it returned a message of the assistant"),
         (Reply(content="x", reward=float("nan")), "ValueError: its reward is nan, expected a finite number"),
-        (Reply(content="x", metrics={"a": "b"}), "ValueError: could not convert string to float"),
+        (Reply(content="x", metrics={"a": "b"}), "ValueError: its metrics['a'] is 'b', expected a finite number"),
     ],
 )
 def test_what_is_no_reply_is_named(value, words):

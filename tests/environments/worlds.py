@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -61,6 +62,12 @@ class Asks(Environment):
                 raise KeyError("nobody")
             case "die":
                 os._exit(7)
+            case "kill":  # as the kernel does where memory is short
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exhaust":
+                bytearray(2**62)
+            case "slow":
+                time.sleep(row["seconds"])
             case "hang":
                 time.sleep(600)
             case "spin":

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import FixedBudget
@@ -27,7 +30,8 @@ from tests.environments.worlds import Counts
 from tests.integration.conftest import made_once
 from tests.integration.test_episodes import Saver
 from tests.integration.test_resume import assert_same_runs, killed, words_for
-from tests.integration.training import Run, Trained, assert_same_training
+from tests.integration.training import Run, Trained, assert_same_training, kept_of
+from tests.training.updates import norm_in_double
 
 # What stands in front of a # is a thought, which is left out of earlier turns.
 TEMPLATE = """
@@ -166,6 +170,44 @@ def test_a_run_that_is_resumed_in_the_middle_of_episodes_ends_with_the_same_weig
     again, _ = resumed.train(backend=ThreadBackend(lambda number: EmbeddedBackend()), **parts)
     for name, weight in plain[0].items():
         torch.testing.assert_close(again[name], weight, rtol=0, atol=1e-9)
+
+
+class Ratios(L.Callback):
+    """The smallest and the largest ratio of each step's first update."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *rest):
+        names = [f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")]
+        self.found += [float(trainer.callback_metrics[name]) for name in names]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"drafter": RandomTreeDrafter(vocabulary=16), "budget": FixedBudget(8)},
+        {"backend": ThreadBackend(lambda number: EmbeddedBackend()), "workers": 2, "run_ahead": "draft"},
+    ],
+    ids=["plain", "hostile", "threads"],
+)
+def test_what_truncation_left_is_replayed_in_every_part(parts, monkeypatch):
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_double)
+    run, ratios = replace(SHORT, sampling={"temperature": 0.9, "top_p": 0.8}), Ratios()
+    plain = run.train(environment=Counts(), drafter=NoDrafter())
+    trained = run.train(callbacks=[ratios], **{"environment": Counts(), "drafter": NoDrafter(), **parts})
+    assert_same_training(trained, plain)
+    assert np.abs(np.array(ratios.found) - 1).max() < 1e-12
+    later = [
+        (sample.completion.token_ids[at], kept_of(sample)[at])
+        for sample in samples_of(trained)
+        for part in sample.segments[1:]
+        for at in range(part.start, part.start + len(part.token_ids))
+        if sample.loss_mask[at]
+    ]
+    assert all(token in left for token, left in later)
+    assert sum(len(left) < 16 for _, left in later) > 20, "truncation takes something away in later parts"
 
 
 EPISODES = [

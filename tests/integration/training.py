@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -30,6 +30,7 @@ class Run:
     num_steps: int
     prompts_per_step: int
     stop_token_ids: Sequence[int] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
     devices: int = 1
     learning_rate: float = 3e-3
     ckpt_path: str | None = None
@@ -47,7 +48,7 @@ class Run:
         if self.chat_template is not None:
             policy.tokenizer.chat_template = self.chat_template
         history: Any = "keep" if self.chat_template is None else "rerender"
-        sizes = {"group_size": 4, "max_tokens": 16}
+        sizes: Any = {"group_size": 4, "max_tokens": 16, **self.sampling}
         module = RhymeModule(
             policy,
             rollout=RolloutSettings(stop_token_ids=self.stop_token_ids, history=history, **sizes),
@@ -82,12 +83,18 @@ class Recorder(L.Callback):
         self.steps.append(pl_module.last_rollout.samples)
 
 
+def kept_of(sample: Sample) -> list[list[int]]:
+    """What truncation has left at each token, in canonical order; nothing where there is none."""
+    return [sorted(each.tolist()) for each in sample.completion.output.kept_sets]
+
+
 def assert_same_training(found: Trained, expected: Trained) -> None:
-    """The same tokens, masks, rewards and ends; log-probs and weights within 1e-9."""
+    """The same tokens, masks, kept sets, rewards and ends; log-probs and weights within 1e-9."""
     for step, others in zip(found[1], expected[1], strict=True):
         for one, other in zip(step, others, strict=True):
             assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist()
             assert one.loss_mask.tolist() == other.loss_mask.tolist()
+            assert kept_of(one) == kept_of(other)
             assert one.reward == other.reward
             assert one.completion.finish_reason == other.completion.finish_reason
             np.testing.assert_allclose(one.completion.logprobs, other.completion.logprobs, atol=1e-9)

@@ -56,6 +56,14 @@ class Opened:
         )
         return [cells for _, cells in sorted(found)]
 
+    def wait_until(self, condition: str) -> None:
+        """Playwright's `wait_for_function` evaluates text within the page, which its security policy forbids."""
+        for _ in range(200):
+            if self.page.evaluate(condition):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"never true: {condition}")
+
     def sort_by(self, column: str) -> list[list[str]]:
         self.page.click(f".head button[data-column={column}]")
         return self.rows()
@@ -98,7 +106,7 @@ def test_charts_follow_the_page_when_it_turns_dark(browser, report: Path):
     colour = "document.querySelector('[data-chart=history-tokens] .lines path').style.stroke"
     light = opened.page.evaluate(colour)
     opened.page.emulate_media(color_scheme="dark")
-    opened.page.wait_for_function(f"{colour} !== '{light}'")
+    opened.wait_until(f"{colour} !== '{light}'")
 
 
 def test_nothing_that_a_model_said_runs(browser, report: Path):
@@ -214,7 +222,5 @@ def test_of_200_000_answers_those_in_view_are_in_the_page(browser, tmp_path: Pat
     assert opened.page.inner_text("#num-rows") == f"{MANY:,} of {MANY:,} answers"
     assert len(opened.rows()) < 50, "only those in view are in the page"
     opened.page.eval_on_selector("#rows", "rows => { rows.scrollTop = rows.scrollHeight; }")
-    opened.page.wait_for_function(
-        f"[...document.querySelectorAll('.row')].some(row => row.dataset.place === '{MANY - 1}')"
-    )
+    opened.wait_until(f"[...document.querySelectorAll('.row')].some(row => row.dataset.place === '{MANY - 1}')")
     assert len(opened.rows()) < 50
