@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from rhymerl.config import other_names
 from rhymerl.config.annotations import Misfit, fit, is_free_form, wants_component
 from rhymerl.config.components import plain
 from rhymerl.config.interpolation import evaluate, value_at
@@ -154,6 +155,8 @@ def unknown(config: dict[str, Any], key: str) -> ConfigError:
     """Return the error for a key that nothing knows, with the nearest one that is known."""
     if key in _ELSEWHERE:
         return ConfigError(f"unknown setting {key}: {_ELSEWHERE[key]}")
+    if ours := other_names.here(key):
+        return ConfigError(f"unknown setting {key}; it is {ours} here")
     settings = (each for each, _ in _settings(config) if each.rpartition(".")[2] != "_target_")
     known = [each for each in settings if not f"{each}.".startswith(f"{key}.")]
     node = find(config, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,13 @@ from rhymerl.cli.kinds import kind_of
 from rhymerl.config import compose, packaged_names, resolved
 from rhymerl.config.explain import Explanation, comments_of, explain
 from rhymerl.config.files import about, groups, locate, packaged_directory
+from rhymerl.config.other_names import OTHER_NAMES, TRL, VERL
+from rhymerl.config.tree import ABSENT, find
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import ConfigError
+from tests.documents import ROOT, table_after
+
+COMING_FROM = ROOT / "docs" / "coming_from.md"
 
 
 def explained(key: str, config: str = "base", *overrides: str) -> Explanation:
@@ -59,7 +65,9 @@ def test_a_value_in_a_file_of_ones_own(tmp_path: Path) -> None:
     path.write_text("defaults: [quickstart, _self_]\nupdate:\n  epochs: 2 # because it helps\n")
     found = explained("update.epochs", str(path))
     assert (found.value, found.set_in) == (2, str(path))
-    assert found.about.startswith("because it helps\n\nOptimizer and batch settings.")
+    assert found.about == (
+        "because it helps\n\nA step's samples make `mini_batches` optimizer steps in each of `epochs` passes over them."
+    )
 
 
 def test_a_setting_that_others_follow() -> None:
@@ -79,7 +87,10 @@ def test_a_section_lists_its_settings_and_options() -> None:
     found = explained("drafter")
     assert [*found.options] == ["history_tree", "ngram", "none", "paper"]
     assert set(found.settings) == set(inspect.signature(HistoryTreeDrafter).parameters)
-    assert found.settings["window"] == "8 (int)"
+    assert found.settings["window"].startswith("8 (int)")
+    assert explained("algo").settings["kl_coef"] == (
+        "0.0 (float): of the divergence from the policy that the run started from"
+    )
     assert set(explained("checkpoint").settings) == set(resolved(compose("base"))["checkpoint"])
 
 
@@ -99,6 +110,32 @@ def test_an_unknown_setting_leads_to_the_nearest_one(key: str, message: str) -> 
     with pytest.raises(ConfigError) as caught:
         explained(key)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["num_generations", "actor_rollout_ref.rollout.n", "rollout.n"])
+def test_a_name_of_another_project_is_that_of_the_setting_here(key: str) -> None:
+    found = explained(key)
+    assert found.key == "rollout.group_size"
+    assert [*found.elsewhere] == ["num_generations (TRL)", "actor_rollout_ref.rollout.n (verl)"]
+    with pytest.raises(ConfigError, match=f"unknown setting {key}; it is rollout.group_size here"):
+        compose("base", [f"{key}=4"])
+
+
+def test_names_of_other_projects_are_those_of_the_documentation() -> None:
+    rows = [[set(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in table_after(COMING_FROM, "## Settings")]
+    for column, names in enumerate((TRL, VERL)):
+        for theirs, ours in names.items():
+            assert any(theirs in row[column] and ours in row[-1] for row in rows), theirs
+        for row in rows:
+            if len(row[column]) == len(row[-1]) == 1 and "=" not in "".join(row[-1]):
+                (theirs,) = row[column]
+                assert {names.get(theirs, "model.path")} == row[-1], theirs
+
+
+def test_names_of_other_projects_are_none_of_ours() -> None:
+    config = resolved(compose("base"))
+    assert [name for name in OTHER_NAMES if find(config, name) is not ABSENT] == []
+    assert [ours for ours in OTHER_NAMES.values() if explained(ours).key != ours] == []
 
 
 def test_every_setting_of_a_run_can_be_explained() -> None:
