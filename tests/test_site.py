@@ -97,7 +97,7 @@ def test_the_settings_are_those_of_base_and_of_every_option() -> None:
     }
     assert [row for row in sorted(rows) if f"| `{row}` |" not in shown] == []
     assert [f"{g}={n}" for g, names in options.items() for n in names if f"\n## `{g}={n}`\n" not in shown] == []
-    assert "| `update.learning_rate` | 1e-06 (float) |" in shown
+    assert "| `update.learning_rate` | 1e-06 (float): AdamW at `learning_rate`; after" in shown
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

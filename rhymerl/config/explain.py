@@ -176,7 +176,7 @@ def _said_of(target: Callable[..., Any], name: str) -> str:
 
 
 def _sentences(target: Callable[..., Any], name: str) -> str:
-    sentences = re.split(r"(?<=[.;]) ", " ".join(_docstring(target).split()))
+    sentences = re.split(r"(?<=\.) ", " ".join(_docstring(target).split()))
     return " ".join(each for each in sentences if re.search(rf"`{name}\b", each))
 
 

@@ -1,4 +1,4 @@
-"""The names that settings have in TRL (`GRPOConfig`) and in verl. The table in docs/coming_from.md has the same ones."""
+"""The names of settings in TRL (`GRPOConfig`) and in verl. The table in docs/coming_from.md has the same ones."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ TRL = {
     "loss_type": "algo.loss_mean",
     "reward_funcs": "rewards",
     "use_vllm": "backend",
+    "vllm_tensor_parallel_size": "backend.tensor_parallel",
     "peft_config": "adapter",
     "num_train_epochs": "trainer.max_epochs",
     "save_steps": "checkpoint.every_n_steps",
@@ -61,6 +62,7 @@ VERL = {
     "algorithm.filter_groups": "rollout.dynamic_sampling",
     "custom_reward_function.path": "rewards",
     "actor_rollout_ref.rollout.name": "backend",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "backend.tensor_parallel",
     "actor_rollout_ref.model.lora_rank": "adapter",
     "trainer.total_training_steps": "trainer.max_steps",
     "trainer.total_epochs": "trainer.max_epochs",
@@ -69,7 +71,6 @@ VERL = {
     "trainer.resume_mode": "ckpt_path",
     "trainer.test_freq": "evaluation.every_n_steps",
     "actor_rollout_ref.rollout.val_kwargs.n": "evaluation.samples",
-    "trainer.logger": "logger",
 }
 OTHER_NAMES = TRL | VERL
 

@@ -155,14 +155,14 @@ def unknown(config: dict[str, Any], key: str) -> ConfigError:
     """Return the error for a key that nothing knows, with the nearest one that is known."""
     if key in _ELSEWHERE:
         return ConfigError(f"unknown setting {key}: {_ELSEWHERE[key]}")
-    if ours := other_names.here(key):
-        return ConfigError(f"unknown setting {key}; it is {ours} here")
     settings = (each for each, _ in _settings(config) if each.rpartition(".")[2] != "_target_")
     known = [each for each in settings if not f"{each}.".startswith(f"{key}.")]
     node = find(config, key)
     while isinstance(node, dict) and len(node) == 1:  # an override made the mappings on its way
         ((name, node),) = node.items()
         key = join(key, name)
+    if ours := other_names.here(key):
+        return ConfigError(f"unknown setting {key}; it is {ours} here")
     near = _nearest(key, known)
     return ConfigError(f"unknown setting {key}" + (f"; did you mean {near}?" if near else ""))
 

@@ -19,7 +19,7 @@ from tests.documents import ROOT, table_after
 
 SHAPES = Path(__file__).parent / "shapes"
 PAGES = ROOT / "docs" / "recipes"
-ROWS = table_after(PAGES / "README.md", "# Recipes")
+ROWS = table_after(PAGES / "README.md", "## Which one")
 PARAMETERS = {  # in millions, as their model cards have it
     "Qwen2.5-0.5B-Instruct": 494,
     "Qwen2.5-1.5B-Instruct": 1544,
