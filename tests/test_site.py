@@ -42,15 +42,13 @@ def test_the_navigation_has_every_page_once() -> None:
 
 
 def test_links_out_of_docs_lead_to_pages_of_the_site() -> None:
-    text = pages.text_of(ROOT / "docs" / "drafting.md")
+    text = pages.text_of(ROOT / "docs" / "drafting_measurements.md")
     assert "(repository/benchmarks/traces/README.md)" in text
     assert "repository/benchmarks/traces/README.md" in pages.sources()
-    assert "(correctness.md)" in text
-    home = pages.text_of(ROOT / "README.md")
-    assert "(concepts.md)" in home
-    assert "(contributing.md)" in home
-    assert "(smollm2.png)" in home
-    assert "](repository/examples/walkthrough.py.md)" in home
+    assert "(drafting.md)" in text
+    assert "(docs/extending.md)" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert "(extending.md)" in pages.text_of(ROOT / "CONTRIBUTING.md")
+    assert "](repository/examples/walkthrough.py.md)" in pages.text_of(ROOT / "docs" / "python.md")
 
 
 def test_links_in_blocks_of_code_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +70,11 @@ def test_a_link_to_a_folder_keeps_its_slash_where_there_is_no_git(
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "DOCS", tmp_path / "docs")
     (tmp_path / "docs" / "notebooks").mkdir(parents=True)
-    readme, page = tmp_path / "README.md", tmp_path / "docs" / "page.md"
-    readme.write_text("[notebooks](docs/notebooks/) [page](docs/page.md)\n")
-    page.write_text("[notebooks](notebooks/) [home](../README.md)\n")
-    assert pages.text_of(readme) == "[notebooks](notebooks/) [page](page.md)\n"
-    assert pages.text_of(page) == "[notebooks](notebooks/) [home](index.md)\n"
+    outside, page = tmp_path / "CONTRIBUTING.md", tmp_path / "docs" / "page.md"
+    outside.write_text("[notebooks](docs/notebooks/) [page](docs/page.md)\n")
+    page.write_text("[notebooks](notebooks/) [part](../CONTRIBUTING.md)\n")
+    assert pages.text_of(outside) == "[notebooks](notebooks/) [page](page.md)\n"
+    assert pages.text_of(page) == "[notebooks](notebooks/) [part](contributing.md)\n"
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -99,7 +97,7 @@ def test_the_settings_are_those_of_base_and_of_every_option() -> None:
     }
     assert [row for row in sorted(rows) if f"| `{row}` |" not in shown] == []
     assert [f"{g}={n}" for g, names in options.items() for n in names if f"\n## `{g}={n}`\n" not in shown] == []
-    assert "| `update.learning_rate` | 1e-06 (float) |" in shown
+    assert "| `update.learning_rate` | 1e-06 (float): AdamW at `learning_rate`; after" in shown
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""Generated pages of the site: from the README, the package's public names, notebooks and linked files.
+"""Generated pages of the site: from files at the root, the package's public names, notebooks and linked files.
 
 Only the standard library is needed, so that the tests look at the same pages as MkDocs (`hooks.py`).
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 SETTINGS = "reference/settings.md"  # `settings.py` writes it before MkDocs starts
 PACKAGES = ("drafters", "budgets", "schedulers", "algos", "rewards", "tasks", "history")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".jsonl": "json"}

@@ -40,7 +40,7 @@ def _section(found: Explanation) -> Iterator[str]:
         yield f"Class `{found.owner}`.\n"
     yield found.about + "\n"
     if found.settings:
-        yield "| setting | value and type |\n|---|---|"
+        yield "| setting | value, type and what it is for |\n|---|---|"
         yield from (f"| `{found.key}.{name}` | {_cell(words)} |" for name, words in found.settings.items())
         yield ""
 

@@ -131,6 +131,8 @@ def _facts(found: Explanation) -> Iterator[tuple[str, str]]:
         yield "class", found.owner
     if found.followed_by:
         yield "followed by", ", ".join(found.followed_by)
+    if found.elsewhere:
+        yield "elsewhere", ", ".join(found.elsewhere)
 
 
 def _wrapped(text: str) -> str:

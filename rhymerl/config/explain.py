@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rhymerl.config import other_names
 from rhymerl.config.annotations import in_words
 from rhymerl.config.composition import Sources, merged, sources_of
 from rhymerl.config.files import folders_beside, layers, options, packaged_directory
@@ -37,17 +38,21 @@ class Explanation:
     owner: str | None  # the class whose argument it is; of a section, the class that it makes
     about: str  # the comment beside it, and what the class says of it
     followed_by: Sequence[str]  # settings that are ${this one}
-    settings: Mapping[str, str]  # of a section: name -> type and value in words
+    elsewhere: Sequence[str]  # its names in TRL and verl
+    settings: Mapping[str, str]  # of a section: name -> value, type and what it is for, in words
 
 
 def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides: Sequence[str] = ()) -> Explanation:
     """Explain a setting of a config that was composed from `name_or_path` and `overrides`.
 
-    Raises ConfigError with the nearest name, or the option that has it, for a setting that nothing knows.
+    A name of TRL or verl is that of the setting here. Raises ConfigError with the nearest name, or the option that has
+    it, for a setting that nothing knows.
     """
     config: Any = OmegaConf.to_container(composed)
     sources = sources_of(name_or_path, overrides)
     key = origin(config, key)
+    if find(config, key) is ABSENT:
+        key = origin(config, other_names.here(key) or key)
     node = find(config, key)
     if node is ABSENT:
         raise _not_there(config, key, sources.path)
@@ -73,6 +78,7 @@ def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides:
         owner=made or (owner.path if owner else None),
         about=_about(key, sources, owner, made),
         followed_by=followed_by,
+        elsewhere=other_names.elsewhere(key),
         settings=_settings(config, key) if is_section else {},
     )
 
@@ -103,13 +109,15 @@ def _default(parameter: inspect.Parameter) -> Any:
 
 
 def _settings(config: dict[str, Any], key: str) -> dict[str, str]:
-    parameters = next((each.signature.parameters for each in classes(config) if each.key == key), {})
+    owner = next((each for each in classes(config) if each.key == key), None)
+    parameters = owner.signature.parameters if owner else {}
     found = {}
     for name, given in find(config, key).items():
         if name != "_target_":
             value = value_at(config, join(key, name)) if link_of(given) is None else given
             kind = in_words(parameters[name].annotation) if name in parameters else type(value).__name__
-            found[str(name)] = f"{in_yaml(value)} ({kind})"
+            words = " ".join(_said_of(owner.target, name).split("\n\n")[0].split()) if owner else ""
+            found[str(name)] = f"{in_yaml(value)} ({kind})" + (f": {words}" if words else "")
     return found
 
 
@@ -143,8 +151,7 @@ def _about(key: str, sources: Sources, owner: Component | None, made: str | None
     comments = [words for file in sources.chain for words in [comments_of(file.path).get(key)] if words]
     described = _docstring(import_target(made, setting=key)) if made else ""
     if not described and owner is not None:
-        target, name = owner.target, key.rpartition(".")[2]
-        described = _entry(target, name) or _beside(target, name) or _docstring(target)
+        described = _said_of(owner.target, key.rpartition(".")[2]) or _docstring(owner.target)
     return "\n\n".join([*comments[-1:], *([described] if described else [])])
 
 
@@ -161,6 +168,16 @@ def comments_of(path: Path) -> dict[str, str]:
         if setting[3]:
             found[".".join(name for _, name in above)] = setting[3].strip()
     return found
+
+
+def _said_of(target: Callable[..., Any], name: str) -> str:
+    """Return what a class says of an argument: in a list, beside its field, or in the sentences that name it."""
+    return _entry(target, name) or _beside(target, name) or _sentences(target, name)
+
+
+def _sentences(target: Callable[..., Any], name: str) -> str:
+    sentences = re.split(r"(?<=\.) ", " ".join(_docstring(target).split()))
+    return " ".join(each for each in sentences if re.search(rf"`{name}\b", each))
 
 
 def _docstring(target: Callable[..., Any]) -> str:

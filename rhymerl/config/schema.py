@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from rhymerl.config import other_names
 from rhymerl.config.annotations import Misfit, fit, is_free_form, wants_component
 from rhymerl.config.components import plain
 from rhymerl.config.interpolation import evaluate, value_at
@@ -160,6 +161,8 @@ def unknown(config: dict[str, Any], key: str) -> ConfigError:
     while isinstance(node, dict) and len(node) == 1:  # an override made the mappings on its way
         ((name, node),) = node.items()
         key = join(key, name)
+    if ours := other_names.here(key):
+        return ConfigError(f"unknown setting {key}; it is {ours} here")
     near = _nearest(key, known)
     return ConfigError(f"unknown setting {key}" + (f"; did you mean {near}?" if near else ""))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,13 @@ from rhymerl.cli.kinds import kind_of
 from rhymerl.config import compose, packaged_names, resolved
 from rhymerl.config.explain import Explanation, comments_of, explain
 from rhymerl.config.files import about, groups, locate, packaged_directory
+from rhymerl.config.other_names import OTHER_NAMES, TRL, VERL
+from rhymerl.config.tree import ABSENT, find
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import ConfigError
+from tests.documents import ROOT, table_after
+
+COMING_FROM = ROOT / "docs" / "coming_from.md"
 
 
 def explained(key: str, config: str = "base", *overrides: str) -> Explanation:
@@ -26,7 +32,11 @@ def test_an_argument_has_its_constructors_type_default_and_docstring() -> None:
     parameter = inspect.signature(HistoryTreeDrafter).parameters["max_branches"]
     assert (found.type, found.default, found.value) == ("int or null", parameter.default, None)
     assert found.owner == "rhymerl.drafters.HistoryTreeDrafter"
-    assert found.about == inspect.getdoc(HistoryTreeDrafter)
+    assert found.about == (
+        "The most probable nodes are taken first, at most `max_branches` below one (1 = a chain), "
+        "chosen by probability or by the summed `reward` of the answers below."
+    )
+    assert explained("drafter.recency").about == inspect.getdoc(HistoryTreeDrafter)  # whose sentences do not name it
 
 
 def test_a_field_has_the_comment_beside_it_also_that_of_a_class_it_comes_from() -> None:
@@ -59,7 +69,9 @@ def test_a_value_in_a_file_of_ones_own(tmp_path: Path) -> None:
     path.write_text("defaults: [quickstart, _self_]\nupdate:\n  epochs: 2 # because it helps\n")
     found = explained("update.epochs", str(path))
     assert (found.value, found.set_in) == (2, str(path))
-    assert found.about.startswith("because it helps\n\nOptimizer and batch settings.")
+    assert found.about == (
+        "because it helps\n\nA step's samples make `mini_batches` optimizer steps in each of `epochs` passes over them."
+    )
 
 
 def test_a_setting_that_others_follow() -> None:
@@ -79,7 +91,10 @@ def test_a_section_lists_its_settings_and_options() -> None:
     found = explained("drafter")
     assert [*found.options] == ["history_tree", "ngram", "none", "paper"]
     assert set(found.settings) == set(inspect.signature(HistoryTreeDrafter).parameters)
-    assert found.settings["window"] == "8 (int)"
+    assert found.settings["window"].startswith("8 (int)")
+    assert explained("algo").settings["kl_coef"] == (
+        "0.0 (float): of the divergence from the policy that the run started from"
+    )
     assert set(explained("checkpoint").settings) == set(resolved(compose("base"))["checkpoint"])
 
 
@@ -87,7 +102,7 @@ def test_a_section_lists_its_settings_and_options() -> None:
     ("key", "message"),
     [
         ("update.learnin_rate", "unknown setting update.learnin_rate; did you mean update.learning_rate?"),
-        ("learning_rate", "did you mean update.learning_rate?"),
+        ("mini_batches", "did you mean update.mini_batches?"),
         ("budget.start", "budget.start: GoodputBudget has no such setting; budget=aimd has it"),
         (
             "task.difficulty",
@@ -99,6 +114,33 @@ def test_an_unknown_setting_leads_to_the_nearest_one(key: str, message: str) -> 
     with pytest.raises(ConfigError) as caught:
         explained(key)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["num_generations", "actor_rollout_ref.rollout.n", "rollout.n"])
+def test_a_name_of_another_project_is_that_of_the_setting_here(key: str) -> None:
+    found = explained(key)
+    assert found.key == "rollout.group_size"
+    assert [*found.elsewhere] == ["num_generations (TRL)", "actor_rollout_ref.rollout.n (verl)"]
+    with pytest.raises(ConfigError, match=f"unknown setting {key}; it is rollout.group_size here"):
+        compose("base", [f"{key}=4"])
+
+
+def test_names_of_other_projects_are_those_of_the_documentation() -> None:
+    config = resolved(compose("base"))
+    rows = [[set(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in table_after(COMING_FROM, "## Settings")]
+    for column, names in enumerate((TRL, VERL)):
+        for theirs, ours in names.items():
+            assert any(theirs in row[column] and ours in {each.partition("=")[0] for each in row[-1]} for row in rows)
+        for row in rows:
+            is_pair = len(row[column]) == len(row[-1]) == 1 and "=" not in "".join(row[column] | row[-1])
+            if is_pair and find(config, theirs := min(row[column])) is ABSENT:
+                assert {names.get(theirs)} == row[-1], theirs
+
+
+def test_names_of_other_projects_are_none_of_ours() -> None:
+    config = resolved(compose("base", ["backend=sglang"]))
+    assert [name for name in OTHER_NAMES if find(config, name) is not ABSENT] == []
+    assert [ours for ours in set(OTHER_NAMES.values()) if explained(ours, "base", "backend=sglang").key != ours] == []
 
 
 def test_every_setting_of_a_run_can_be_explained() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.history.records import HistoryDelta
+from rhymerl.rewards import numeric_match
 from rhymerl.schedulers.base import check_plan
 from rhymerl.testing import make_requests, tiny_policy
 from rhymerl.types import Completion, RolloutRequest, Sample
@@ -174,3 +176,12 @@ def test_walkthrough(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "held-out reward" in out
     assert out.count("log-prob of its first token") > 3
+
+
+def test_gsm8k_as_chats_and_numbers() -> None:
+    from gsm8k import line
+
+    row = {"question": "How many eggs?", "answer": "First 1,000.\nThen 42 more.\n#### 1,042"}
+    written = json.loads(line(row))
+    assert written == {"prompt": [{"role": "user", "content": "How many eggs?"}], "answer": "1042"}
+    assert numeric_match("So there are 1042 eggs.", answer=written["answer"]) == 1
