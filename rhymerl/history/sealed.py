@@ -57,6 +57,7 @@ class SealedAnswers:
 Sealed = SealedAnswers | SuffixIndex  # of a prompt, or of a pool
 
 
+@dataclass(kw_only=True, eq=False)
 class SealedHistory:
     """Follows a HistoryStore and keeps one index a prompt over the answers of its last `window` epochs.
 
@@ -65,11 +66,12 @@ class SealedHistory:
     never see a half-built one. An answer's weight is recency ** age * exp(advantage_tilt * advantage).
     """
 
-    def __init__(self, *, window: int, recency: float = 1.0, advantage_tilt: float = 0.0, pools: bool = False) -> None:
-        self.window = window
-        self.pools = pools
-        self.recency = recency
-        self.advantage_tilt = advantage_tilt
+    window: int
+    recency: float = 1.0
+    advantage_tilt: float = 0.0
+    pools: bool = False
+
+    def __post_init__(self) -> None:
         self._answers: dict[Name, tuple[IntArray, tuple[Answer, ...]]] = {}  # in the order of their last change
         self._sealed: dict[Name, Sealed] = {}
         self._stale: set[Name] = set()  # of these the newest index has not been asked for
