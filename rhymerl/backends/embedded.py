@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from rhymerl.memory.parts import kv_tokens_beside
 from rhymerl.models.copies import copy_weights, twin_of
 from rhymerl.models.logits import num_embeddings
 from rhymerl.models.sharding import GatheredTensors
-from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
+from rhymerl.types import Autocast, Completion, Ratio, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,12 +94,7 @@ class EmbeddedBackend(RolloutBackend):
         self._setup = setup
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         if self.whole_copy and not self.owns_policy:  # else it has a copy already
             named, policy = policy.named_weights(), twin_of(policy)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rhymerl.budgets import FixedBudget
-from rhymerl.costs import PassCost
+from rhymerl.costs import Amounts, PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
@@ -21,7 +21,7 @@ from rhymerl.types import RolloutRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rhymerl.types import FloatArray, IndexArray, IntArray
+    from rhymerl.types import FloatArray, IntArray
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NOT_COUNTED = 3  # passes: prefill, and the first ones of these shapes
@@ -50,13 +50,7 @@ class CostTable(PassCost):
         self.table = seconds
 
     def seconds(
-        self,
-        rows: int | IndexArray,
-        nodes: FloatArray | IndexArray,
-        asked: int | IndexArray,
-        *,
-        prompt_tokens: int | IndexArray | FloatArray = 0,
-        seen: FloatArray | IndexArray | None = None,
+        self, rows: Amounts, nodes: Amounts, asked: Amounts, *, prompt_tokens: Amounts = 0, seen: Amounts | None = None
     ) -> FloatArray:
         """Return the times; a prompt's token costs what a node does."""
         rows, nodes = np.broadcast_arrays(rows, np.asarray(nodes, np.float64) + prompt_tokens)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +29,7 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges, require
 from rhymerl.history import HistoryStore
 from rhymerl.models.policy import DTYPES
-from rhymerl.types import Completion, RolloutRequest, Sample
+from rhymerl.types import Autocast, Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,12 +164,7 @@ class SGLangBackend(ServedBackend):
         return self.session.memory
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         """Start or resume the engine; it computes in `dtype`, by default the policy's, not under `autocast`."""
         if self._session is not None and self._session.serves(policy, drafter, self._longest_tokens):

@@ -7,9 +7,9 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.errors import BackendError, ConfigError, require_at_least
 from rhymerl.progress import counted
+from rhymerl.types import Autocast
 from rhymerl.version import __version__
 from rhymerl.workers.messages import Events, HostMessage, WeightSource
 from rhymerl.workers.remote.actor import HostRecipe, RayWorker
@@ -243,12 +244,7 @@ class RayBackend(HostedBackend):
         return engine.memory(model, drafter, budget)
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import copy_weights, policy_of
 from rhymerl.models.sharding import is_sharded
+from rhymerl.types import Autocast
 from rhymerl.workers.messages import WeightSource
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.host import WorkerHost
@@ -140,12 +141,7 @@ class ServersBackend(HostedBackend):
         self.backend.share(None)
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         self._parts = PolicyCopies(policy), drafter, budget
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
