@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.types import FloatArray, IndexArray
 
 Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
 Amounts: TypeAlias = "int | IndexArray | FloatArray"  # of something in one pass, or in many

@@ -9,20 +9,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft
 from rhymerl.history import Answer
-from rhymerl.types import Autocast, Completion, Output, Prompt, RolloutRequest, SamplingParams
+from rhymerl.types import Autocast, Completion, IntArray, Output, Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from rhymerl.models.policy import Policy
-    from rhymerl.types import IntArray
 
 ModelType = Literal["qwen2", "qwen3", "llama"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from rhymerl.budgets import FixedBudget
 from rhymerl.costs import Amounts, PassCost
@@ -16,12 +16,7 @@ from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.printing import print_table, say
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from rhymerl.types import FloatArray, IntArray
+from rhymerl.types import FloatArray, IntArray, RolloutRequest
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NOT_COUNTED = 3  # passes: prefill, and the first ones of these shapes
@@ -56,7 +51,7 @@ class CostTable(PassCost):
         rows, nodes = np.broadcast_arrays(rows, np.asarray(nodes, np.float64) + prompt_tokens)
         columns = np.array([np.interp(nodes / rows, self.nodes, line) for line in self.table])  # [rows, ...]
         flat = zip(rows.ravel(), columns.reshape(len(self.rows), -1).T, strict=True)
-        return np.array([np.interp(number, self.rows, column) for number, column in flat]).reshape(rows.shape)
+        return np.array([np.interp(float(number), self.rows, column) for number, column in flat]).reshape(rows.shape)
 
     def points(self) -> list[list[float]]:
         """Return [tokens, seconds] for `budget.costs`: medians of passes with about as many tokens, never falling."""

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -31,9 +32,6 @@ from rhymerl.report.printing import say
 from rhymerl.runs.replay import Replay, ReplayTotals
 from rhymerl.testing import OracleDrafter
 from rhymerl.types import Completion, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 NONE, NGRAM, ORACLE = "none", "ngram", "oracle"
 FIRST_EPOCH = "_first_epoch"  # behind the name of a drafter that was given no history

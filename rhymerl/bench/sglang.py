@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +17,9 @@ from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.models.policy import Policy
 from rhymerl.report.printing import print_table, say
 from rhymerl.types import Completion, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.models.policy import Policy
 
 NODES = (0, 1, 3, 7, 15)  # of each request; for each of these an engine is started
 PASSES = 64
@@ -76,10 +74,11 @@ def pass_seconds(short: Sequence[Flown], long: Sequence[Flown]) -> float:
 class SGLangCosts:
     """Starts an engine for each of `nodes` in turn, and keeps each of the numbers of requests in `rows` running in it.
 
-    `make` returns a backend for a number of nodes; 0 nodes are always among them. The answers, of `passes` and of twice as many tokens, end at no stop token. The tokens drafted for them stand for
-    nothing and are hardly ever accepted, but fill the tree of every request and pass. As with the embedded engine, all
-    that lies between two passes is in the cost of one, drafting too: PathDrafter's own, a few microseconds a request,
-    and not what a drafter with a history takes. Raises BackendError for figures that mean nothing.
+    `make` returns a backend for a number of nodes; 0 nodes are always among them. The answers, of `passes` and of twice
+    as many tokens, end at no stop token. The tokens drafted for them stand for nothing and are hardly ever accepted,
+    but fill the tree of every request and pass. As with the embedded engine, all that lies between two passes is in the
+    cost of one, drafting too: PathDrafter's own, a few microseconds a request, and not what a drafter with a history
+    takes. Raises BackendError for figures that mean nothing.
     """
 
     make: Callable[[int], RolloutBackend]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.compiled import compiled
 from rhymerl.costs import Amounts, PassCost
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.types import FloatArray, IndexArray
 
 _FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
 _BEGIN = 8  # passes before the first solution

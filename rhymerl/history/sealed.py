@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +12,7 @@ from rhymerl.history.entries import Name
 from rhymerl.history.index import SuffixIndex
 from rhymerl.history.pool import pooled
 from rhymerl.history.records import Answer, HistoryDelta, PromptChange
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IntArray, Split
-
+from rhymerl.types import FloatArray, IntArray, Split
 
 _SMALL_TOKENS = 4096  # sorted in half a millisecond
 _POOL = ""  # in the place of a prompt's key

@@ -9,17 +9,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.folders import read_lines, writing
 from rhymerl.history.records import Answer
-from rhymerl.types import WHOLE, FinishReason, Sample
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IntArray
+from rhymerl.types import WHOLE, BoolArray, FinishReason, FloatArray, IntArray, Sample
 
 _NUM_TOKENS = 2**31  # ids are int32
 _LONGEST_LINE_BYTES = 256 * 2**20  # of millions of tokens with log-probs

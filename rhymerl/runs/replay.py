@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
@@ -31,12 +32,7 @@ from rhymerl.history.answers import answers_of
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, SamplingParams
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from rhymerl.types import IntArray
+from rhymerl.types import Completion, IntArray, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 _WARM_UP = 16  # answers
 _UNUSED = SamplingParams(max_tokens=1)

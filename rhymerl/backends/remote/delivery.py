@@ -6,21 +6,16 @@ import logging
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.proof import draws_by_seed, prove_server
 from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.remote.weight_group import WeightGroup
-from rhymerl.models.policy import DTYPES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.models.policy import Policy
+from rhymerl.models.policy import DTYPES, Policy
 
 _log = logging.getLogger(__name__)
 NO_WEIGHTS = -1  # instead of a policy version

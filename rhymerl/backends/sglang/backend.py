@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
@@ -28,15 +30,10 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges, require
 from rhymerl.history import HistoryStore
-from rhymerl.models.policy import DTYPES
+from rhymerl.memory.base import EngineShape, Setup
+from rhymerl.memory.outline import ModelShape
+from rhymerl.models.policy import DTYPES, Policy
 from rhymerl.types import Autocast, Completion, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.memory.base import EngineShape, Setup
-    from rhymerl.memory.outline import ModelShape
-    from rhymerl.models.policy import Policy
 
 _USUAL_NODES = 7  # without a cost curve
 _START_S = 600.0

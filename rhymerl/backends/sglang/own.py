@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +24,7 @@ from rhymerl.backends.sglang.server import require_sglang, start_server
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
-
-if TYPE_CHECKING:
-    from rhymerl.models.policy import Policy
+from rhymerl.models.policy import Policy
 
 _log = logging.getLogger(__name__)
 _EVEN = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"  # refuses GPUs of which one has less free memory: the trainer's has

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
@@ -18,6 +19,7 @@ from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import twin_of
 from rhymerl.models.lora import is_adapted
+from rhymerl.models.policy import Policy
 from rhymerl.models.sharding import is_sharded
 from rhymerl.types import Autocast
 from rhymerl.workers.messages import Events, HostMessage, WeightSource
@@ -25,11 +27,6 @@ from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
 from rhymerl.workers.remote.publishing import Publisher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.models.policy import Policy
 
 _CLOSE_S = 10.0
 
