@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.types import FloatArray, IndexArray
 
 Points = Sequence[Sequence[float]]  # [tokens, seconds], tokens rising
+Amounts: TypeAlias = "int | IndexArray | FloatArray"  # of something in one pass, or in many
 
 
 def points_of(costs: str | Path | Points) -> list[tuple[float, float]]:
@@ -57,13 +57,7 @@ class PassCost(ABC):
 
     @abstractmethod
     def seconds(
-        self,
-        rows: int | IndexArray,
-        nodes: FloatArray | IndexArray,
-        asked: int | IndexArray,
-        *,
-        prompt_tokens: int | IndexArray | FloatArray = 0,
-        seen: FloatArray | IndexArray | None = None,
+        self, rows: Amounts, nodes: Amounts, asked: Amounts, *, prompt_tokens: Amounts = 0, seen: Amounts | None = None
     ) -> FloatArray:
         """Return the time of a pass for each total number of draft nodes, an array of choices.
 
@@ -123,13 +117,7 @@ class CostCurve(PassCost):
         return cls(points_of(costs))
 
     def seconds(
-        self,
-        rows: int | IndexArray,
-        nodes: FloatArray | IndexArray,
-        asked: int | IndexArray,
-        *,
-        prompt_tokens: int | IndexArray | FloatArray = 0,
-        seen: FloatArray | IndexArray | None = None,
+        self, rows: Amounts, nodes: Amounts, asked: Amounts, *, prompt_tokens: Amounts = 0, seen: Amounts | None = None
     ) -> FloatArray:
         tokens = rows + np.asarray(nodes, np.float64) + prompt_tokens
         slope = (self.costs[-1] - self.costs[-2]) / (self.tokens[-1] - self.tokens[-2])

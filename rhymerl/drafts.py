@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray, RolloutRequest
+from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray, RolloutRequest
 
 _TOO_MANY, _UNKNOWN_TOKEN, _ORDER, _TWINS = 1, 2, 3, 4
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from gzip import GzipFile
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 from weakref import WeakSet
 
@@ -138,9 +137,7 @@ class RunFolder:
             for name in ("samples.jsonl", "rollouts.jsonl.gz", "steps.jsonl.gz"):
                 (self.path / name).unlink(missing_ok=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         if self._lock is not None:
             self._lock.release()
         self._unmakes.close()

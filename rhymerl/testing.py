@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft
 from rhymerl.history import Answer
-from rhymerl.types import Completion, Output, Prompt, RolloutRequest, SamplingParams
+from rhymerl.types import Autocast, Completion, IntArray, Output, Prompt, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
     from rhymerl.models.policy import Policy
-    from rhymerl.types import IntArray
 
 ModelType = Literal["qwen2", "qwen3", "llama"]
 
@@ -155,12 +154,7 @@ class ScriptedBackend(RolloutBackend):
         self._drafter: Drafter | None = None
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         """Start nothing; the drafter is only closed again."""
         self._drafter = drafter

@@ -8,32 +8,29 @@ imported when first used. What guesses the tokens in between is in drafts.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import isnan
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    IntArray = npt.NDArray[np.int32]
-    IndexArray = npt.NDArray[np.int64]
-    FloatArray = npt.NDArray[np.float64]
-    BoolArray = npt.NDArray[np.bool_]
+# As text, which only a type checker reads: whoever imports them imports no numpy.
+IntArray: TypeAlias = "npt.NDArray[np.int32]"
+IndexArray: TypeAlias = "npt.NDArray[np.int64]"
+FloatArray: TypeAlias = "npt.NDArray[np.float64]"
+BoolArray: TypeAlias = "npt.NDArray[np.bool_]"
 
+Autocast = Callable[[], AbstractContextManager[object]]  # makes the context of a forward pass, the update's own
 MaybeInfinite = Annotated[float, "may be infinite"]  # of a setting; all others have to be finite
 # How an answer ended. `withdrawn` and `turn` are of one that goes on: the latter waits for its environment's reply. The
 # last three are of episodes: the environment had more to say than `max_turns` or the model's context allow, or it
 # failed.
 FinishReason = Literal["stop", "length", "withdrawn", "turn", "max_turns", "context", "environment"]
-WHOLE: tuple[FinishReason, ...] = (
-    "stop",
-    "length",
-    "max_turns",
-    "context",
-    "environment",
-)  # of answers that have ended
+WHOLE: tuple[FinishReason, ...] = ("stop", "length", "max_turns", "context", "environment")  # of ended answers
 Split = Literal["train", "validation"]  # their histories are kept apart
 
 

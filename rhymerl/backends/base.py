@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Self
 
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.history import HistoryStore
-from rhymerl.types import Completion, RolloutRequest, Sample
+from rhymerl.types import Autocast, Completion, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +50,7 @@ class Backend(ABC):
 
     @abstractmethod
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         """Bring up the engine; called once on every rank, before any request.
 
@@ -82,9 +76,7 @@ class Backend(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         self.close()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
@@ -25,13 +25,9 @@ from rhymerl.memory.outline import ModelShape, model_shape
 from rhymerl.memory.parts import kv_tokens_beside
 from rhymerl.models.copies import copy_weights, twin_of
 from rhymerl.models.logits import num_embeddings
+from rhymerl.models.policy import Policy
 from rhymerl.models.sharding import GatheredTensors
-from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.models.policy import Policy
+from rhymerl.types import Autocast, Completion, Ratio, RolloutRequest, Sample
 
 _KV_TOKENS = 65_536
 
@@ -94,12 +90,7 @@ class EmbeddedBackend(RolloutBackend):
         self._setup = setup
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         if self.whole_copy and not self.owns_policy:  # else it has a copy already
             named, policy = policy.named_weights(), twin_of(policy)

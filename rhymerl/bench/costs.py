@@ -5,23 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from rhymerl.budgets import FixedBudget
-from rhymerl.costs import PassCost
+from rhymerl.costs import Amounts, PassCost
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft
 from rhymerl.engine.engine import Engine
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.printing import print_table, say
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from rhymerl.types import FloatArray, IndexArray, IntArray
+from rhymerl.types import FloatArray, IntArray, RolloutRequest
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NOT_COUNTED = 3  # passes: prefill, and the first ones of these shapes
@@ -50,19 +45,13 @@ class CostTable(PassCost):
         self.table = seconds
 
     def seconds(
-        self,
-        rows: int | IndexArray,
-        nodes: FloatArray | IndexArray,
-        asked: int | IndexArray,
-        *,
-        prompt_tokens: int | IndexArray | FloatArray = 0,
-        seen: FloatArray | IndexArray | None = None,
+        self, rows: Amounts, nodes: Amounts, asked: Amounts, *, prompt_tokens: Amounts = 0, seen: Amounts | None = None
     ) -> FloatArray:
         """Return the times; a prompt's token costs what a node does."""
         rows, nodes = np.broadcast_arrays(rows, np.asarray(nodes, np.float64) + prompt_tokens)
         columns = np.array([np.interp(nodes / rows, self.nodes, line) for line in self.table])  # [rows, ...]
         flat = zip(rows.ravel(), columns.reshape(len(self.rows), -1).T, strict=True)
-        return np.array([np.interp(number, self.rows, column) for number, column in flat]).reshape(rows.shape)
+        return np.array([np.interp(float(number), self.rows, column) for number, column in flat]).reshape(rows.shape)
 
     def points(self) -> list[list[float]]:
         """Return [tokens, seconds] for `budget.costs`: medians of passes with about as many tokens, never falling."""

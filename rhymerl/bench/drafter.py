@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 
 from rhymerl.bench.base import environment
 from rhymerl.config import instantiate, recorded
@@ -17,12 +18,7 @@ from rhymerl.history.index import SuffixIndex
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.printing import print_table
 from rhymerl.testing import make_prompt
-from rhymerl.types import Prompt, RolloutRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Prompt, RolloutRequest, SamplingParams
 
 _PROMPT_TOKENS = 100
 _STRIDE = 4  # tokens that an answer grows by from one proposal to the next

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from omegaconf import DictConfig
 
 from rhymerl.config import instantiate
 from rhymerl.data.base import LocatedRow
@@ -12,9 +11,6 @@ from rhymerl.data.encoding import LengthLimits, PromptEncoder, encode_rows
 from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings, requests_of
 from rhymerl.types import Prompt, RolloutRequest
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class PolicyBench:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -25,15 +26,12 @@ from rhymerl.engine.engine import Engine
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
-from rhymerl.history.traces import TraceRecord, record_of
+from rhymerl.history.traces import record_of, record_of_past
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.printing import say
 from rhymerl.runs.replay import Replay, ReplayTotals
 from rhymerl.testing import OracleDrafter
 from rhymerl.types import Completion, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 NONE, NGRAM, ORACLE = "none", "ngram", "oracle"
 FIRST_EPOCH = "_first_epoch"  # behind the name of a drafter that was given no history
@@ -158,7 +156,9 @@ class RolloutBench(PolicyBench):
         """Return replay's speed-up for the last round's answers, at measured costs of passes and free drafting."""
         if contender.name in (NONE, NGRAM, ORACLE):
             return None
-        records = [*_records(contender.history), *(record_of(_unscored(each), self.config.epochs) for each in plain)]
+        past = [(each, of) for of in contender.history.snapshot() for each in of.added]
+        records = [record_of_past(each, of.key, of.prompt_token_ids) for each, of in past]
+        records += [record_of(_unscored(each), self.config.epochs) for each in plain]
         settings = {"costs": costs, "max_running": concurrency, "from_epoch": self.config.epochs}
         # Epochs pass faster in replay than a background thread builds indexes, so it has to be waited for.
         waits = {"deterministic": True} if "deterministic" in self.config.drafter else {}
@@ -198,20 +198,6 @@ def _unscored(completion: Completion) -> Sample:
         rewards={},
         loss_mask=np.ones(len(completion.token_ids), np.bool_),
     )
-
-
-def _records(history: HistoryStore) -> Iterator[TraceRecord]:
-    for change in history.snapshot():
-        for answer in change.added:
-            yield TraceRecord(
-                epoch=answer.epoch,
-                prompt_id=change.key,
-                sample=answer.sample,
-                prompt_tokens=change.prompt_token_ids,
-                response_tokens=answer.token_ids,
-                reward=answer.reward,
-                finish_reason=answer.finish_reason,
-            )
 
 
 def _rows(

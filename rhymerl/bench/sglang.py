@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +17,9 @@ from rhymerl.costs import CostCurve
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
+from rhymerl.models.policy import Policy
 from rhymerl.report.printing import print_table, say
 from rhymerl.types import Completion, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.models.policy import Policy
 
 NODES = (0, 1, 3, 7, 15)  # of each request; for each of these an engine is started
 PASSES = 64
@@ -72,39 +70,34 @@ def pass_seconds(short: Sequence[Flown], long: Sequence[Flown]) -> float:
     return seconds
 
 
+@dataclass(eq=False)
 class SGLangCosts:
     """Starts an engine for each of `nodes` in turn, and keeps each of the numbers of requests in `rows` running in it.
 
-    Their answers, of `passes` and of twice as many tokens, end at no stop token. The tokens drafted for them stand for
-    nothing and are hardly ever accepted, but fill the tree of every request and pass. As with the embedded engine, all
-    that lies between two passes is in the cost of one, drafting too: PathDrafter's own, a few microseconds a request,
-    and not what a drafter with a history takes. Raises BackendError for figures that mean nothing.
+    `make` returns a backend for a number of nodes; 0 nodes are always among them. The answers, of `passes` and of twice
+    as many tokens, end at no stop token. The tokens drafted for them stand for nothing and are hardly ever accepted,
+    but fill the tree of every request and pass. As with the embedded engine, all that lies between two passes is in the
+    cost of one, drafting too: PathDrafter's own, a few microseconds a request, and not what a drafter with a history
+    takes. Raises BackendError for figures that mean nothing.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int], RolloutBackend],
-        policy: Policy,
-        requests: Sequence[RolloutRequest],
-        *,
-        rows: Sequence[int],
-        nodes: Sequence[int] = NODES,
-        passes: int = PASSES,
-        rounds: int = 3,
-    ) -> None:
-        """`make` returns a backend for a number of nodes; 0 nodes are always among them."""
-        longest = max(len(request.prompt.token_ids) for request in requests) + 2 * passes
-        if longest > policy.context_tokens:
+    make: Callable[[int], RolloutBackend]
+    policy: Policy
+    requests: Sequence[RolloutRequest]
+    _: KW_ONLY
+    rows: Sequence[int]
+    nodes: Sequence[int] = NODES
+    passes: int = PASSES
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        longest = max(len(request.prompt.token_ids) for request in self.requests) + 2 * self.passes
+        if longest > (context := self.policy.context_tokens):
             raise ConfigError(
-                f"measure.passes={passes}: prompts and twice as many tokens are {longest}; the model's context is {policy.context_tokens}"
+                f"measure.passes={self.passes}: prompts and twice as many tokens are {longest}; the model's context is {context}"
             )
-        self.make = make
-        self.policy = policy
-        self.requests = requests
-        self.rows = sorted(set(rows))
-        self.nodes = sorted({0, *nodes})
-        self.passes = passes
-        self.rounds = rounds
+        self.rows = sorted(set(self.rows))
+        self.nodes = sorted({0, *self.nodes})
 
     def run(self) -> CostTable:
         """Run all of it; says how far it is."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
 
 # Lower ends of the bins of match length; 0 comes before. No index finds more than 32 tokens: longer matches are with
 # prefetched answers, after a token in which they differ (33 on) or without one (49 on).

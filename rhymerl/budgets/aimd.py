@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.errors import at_least, check_ranges, require
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, RolloutRequest
 
 
 @dataclass(eq=False)

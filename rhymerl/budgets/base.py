@@ -5,16 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rhymerl.drafts import DraftBatch
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.history.records import HistoryDelta
+from rhymerl.types import BoolArray, IndexArray, IntArray, RolloutRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

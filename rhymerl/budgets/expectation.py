@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.budgets.timeline import PlainPasses, rows_of, starts_of
 from rhymerl.costs import PassCost
-from rhymerl.types import Ratio, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.types import FloatArray, IndexArray, Ratio, RolloutRequest
 
 
 @dataclass(slots=True)

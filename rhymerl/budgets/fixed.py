@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.budgets.base import Budget
 from rhymerl.drafts import DraftBatch
 from rhymerl.errors import at_least, check_ranges, require
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IntArray
+from rhymerl.types import BoolArray, IntArray, RolloutRequest
 
 
 @dataclass(eq=False)

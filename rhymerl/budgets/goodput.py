@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +21,8 @@ from rhymerl.budgets.token_weights import TokenWeights
 from rhymerl.costs import CostCurve, PassCost, Points, points_of
 from rhymerl.drafts import DraftBatch
 from rhymerl.errors import at_least, check_ranges, require
-from rhymerl.types import Ratio, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
+from rhymerl.history.records import HistoryDelta
+from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray, Ratio, RolloutRequest
 
 # Without measuring: a pass costs 1 + tokens / 64.
 _ASSUMED = ((0, 1.0), (64, 2.0))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.compiled import compiled
-from rhymerl.costs import PassCost
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.costs import Amounts, PassCost
+from rhymerl.types import FloatArray, IndexArray
 
 _FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
 _BEGIN = 8  # passes before the first solution
@@ -90,13 +87,7 @@ class LearnedCost(PassCost):
         return self.num_passes >= _BEGIN and min(self._num_of_kind) >= _ENOUGH
 
     def seconds(
-        self,
-        rows: int | IndexArray,
-        nodes: FloatArray | IndexArray,
-        asked: int | IndexArray,
-        *,
-        prompt_tokens: int | IndexArray | FloatArray = 0,
-        seen: FloatArray | IndexArray | None = None,
+        self, rows: Amounts, nodes: Amounts, asked: Amounts, *, prompt_tokens: Amounts = 0, seen: Amounts | None = None
     ) -> FloatArray:
         """Return the time of passes. Without `seen` each row and node is held to see as much as in the last pass."""
         tokens, weights = rows + np.asarray(nodes, np.float64), self._weights

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from rhymerl.history.records import HistoryDelta
 from rhymerl.types import RolloutRequest, Split
-
-if TYPE_CHECKING:
-    from rhymerl.history.records import HistoryDelta
 
 _REMEMBER = 0.95  # of the error, a prompt
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from rhymerl.costs import PassCost
-    from rhymerl.types import FloatArray
+from rhymerl.costs import PassCost
+from rhymerl.types import FloatArray
 
 _NODES = np.array([0.25, 0.5, 1, 2, 4, 8, 16, 32])  # of a request, on average
 _WEIGHT, _WEIGHT_OF_PROBE = 0.15, 0.3  # of what a pass says of the next ones

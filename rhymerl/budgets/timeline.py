@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from rhymerl.costs import PassCost
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.costs import PassCost
+from rhymerl.types import FloatArray, IndexArray
 
 
 @dataclass(frozen=True, slots=True)

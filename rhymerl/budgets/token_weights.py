@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rhymerl.budgets.lengths import LengthTable
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.costs import PassCost
-    from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import BoolArray, FloatArray, IndexArray
+from rhymerl.costs import PassCost
+from rhymerl.history.records import HistoryDelta
+from rhymerl.types import BoolArray, FloatArray, IndexArray, RolloutRequest
 
 _LEAST_SPREAD = 0.1  # of the predicted lengths
 _RENEWED_EVERY = 32

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from rhymerl.callbacks.best import BestStep, Mode, link_to
+from rhymerl.errors import require_at_least
 from rhymerl.folders import replacing
 from rhymerl.training import shards
 from rhymerl.training.checkpoint import damage, seal, step_of, unreadable
@@ -82,9 +83,7 @@ class Checkpoints(Checkpoint):
         monitor: str | None = None,
         mode: Mode = "max",
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("keep", keep)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
+        require_at_least({"every_n_steps": (every_n_steps, 1), "keep": (keep, 1)})
         self.directory = Path(directory)
         self.every_n_steps = every_n_steps
         self.keep = keep

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from rhymerl.drafts import NOT_DRAFTED
-from rhymerl.types import Sample
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.types import FloatArray, IndexArray, Sample
 
 _RATES = np.linspace(0, 1, 21)
 _END = np.array([NOT_DRAFTED], np.int8)  # an answer may end with accepted tokens

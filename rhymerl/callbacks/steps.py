@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
@@ -16,10 +16,7 @@ from rhymerl.callbacks.early_warnings import EarlyWarnings
 from rhymerl.callbacks.samples import turn_facts
 from rhymerl.report.steps import MAX_TEXTS, StepFile, answer_columns, source_runs
 from rhymerl.rollout import Rollout
-from rhymerl.types import Output, Sample
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Output, Sample
 
 _CONTEXT = 8  # tokens
 

@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.distributed.first import is_first_rank
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Result = Mapping[str, Any]
+Settings: TypeAlias = "DictConfig"  # as text: OmegaConf is imported where settings are composed
 
 
 class Subcommand(ABC):
@@ -80,7 +81,7 @@ class ConfiguredCommand(Subcommand):
             return recorded(config)
         return self.run_with(config, arguments, interrupt)
 
-    def run_with(self, config: DictConfig, arguments: Namespace, interrupt: Interrupt) -> Result | None:
+    def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         """Do it with checked settings and with the options of this command."""
         return self.run_config(config, interrupt)
 
@@ -97,5 +98,5 @@ class ConfiguredCommand(Subcommand):
         return {}
 
     @abstractmethod
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
         """Do it with checked settings."""

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings
 from rhymerl.cli.interrupt import Interrupt
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class BenchCommand(ConfiguredCommand):
@@ -31,7 +27,7 @@ class BenchCommand(ConfiguredCommand):
         self._what = arguments.what
         return super().run(arguments, overrides, interrupt)
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
         """Prints a table."""
         progress = self.progress()
         loading = progress.during(f"rhymerl bench {self._what}: loading")

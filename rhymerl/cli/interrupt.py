@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -55,9 +55,7 @@ class Interrupt:
         for number in self._previous:
             signal.signal(number, self._on_signal)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         for number, before in self._previous.items():
             signal.signal(number, before if before is not None else signal.SIG_DFL)  # None: it was not Python's
 

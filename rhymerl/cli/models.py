@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from rhymerl.cli.base import ConfiguredCommand, Result, Subcommand
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings, Subcommand
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
 from rhymerl.progress import ShownProgressBar
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class WarmstartCommand(ConfiguredCommand):
@@ -23,7 +19,7 @@ class WarmstartCommand(ConfiguredCommand):
     is_told_early = True
     default_config = "warmstart_running_sum"
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
         from rhymerl.callbacks import StopOnRequest
         from rhymerl.config import instantiate, resolved
 
@@ -64,7 +60,7 @@ class SGLangArgsCommand(ConfiguredCommand):
     usage = "model.path=DIR out=FOLDER [key=value ...] [--config NAME|PATH]"
     default_config = "sglang_args"
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
         from rhymerl.backends.sglang.launch import launch_line, shell_line
 
         launch = launch_line(config)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
 
-from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings
 from rhymerl.cli.interrupt import Interrupt
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class PlanCommand(ConfiguredCommand):
@@ -32,10 +28,10 @@ class PlanCommand(ConfiguredCommand):
             help="the memory of a rank's device; by default that of the GPU here",
         )
 
-    def run_with(self, config: DictConfig, arguments: Namespace, interrupt: Interrupt) -> Result | None:
+    def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         return self.run_config(config, interrupt, device_gib=arguments.device_gib)
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt, *, device_gib: float | None = None) -> Result | None:
+    def run_config(self, config: Settings, interrupt: Interrupt, *, device_gib: float | None = None) -> Result | None:
         with self.progress().during("loading torch and Lightning"):
             from rhymerl.runs.plan import plan
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings
 from rhymerl.cli.interrupt import Interrupt
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class ReplayCommand(ConfiguredCommand):
@@ -26,7 +23,7 @@ class ReplayCommand(ConfiguredCommand):
     def settings(self, arguments: Namespace) -> dict[str, Any]:
         return {"trace": arguments.trace}
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl replay: loading"):
             from rhymerl.runs.replay import replay_trace
@@ -44,7 +41,7 @@ class SimulateCommand(ConfiguredCommand):
     usage = "[key=value ...] [--config NAME|PATH]"
     default_config = "simulate"
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl simulate: loading"):
             from rhymerl.simulation import comparison, sizing

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings
 from rhymerl.cli.interrupt import Interrupt
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class RolloutCommand(ConfiguredCommand):
@@ -19,7 +14,7 @@ class RolloutCommand(ConfiguredCommand):
     is_told_early = True
     default_config = "rollout"
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl rollout: loading torch"):
             from rhymerl.runs.generate import generate, report

@@ -5,16 +5,13 @@ from __future__ import annotations
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rhymerl.cli.base import ConfiguredCommand, Result
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings
 from rhymerl.cli.hints import did_you_mean_config
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import UsageError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class FitCommand(ConfiguredCommand):
@@ -29,10 +26,10 @@ class FitCommand(ConfiguredCommand):
             "--dry-run", action="store_true", help="make all checks, print what a rank's memory would hold, and stop"
         )
 
-    def run_with(self, config: DictConfig, arguments: Namespace, interrupt: Interrupt) -> Result | None:
+    def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         return self.run_config(config, interrupt, is_dry=arguments.dry_run)
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt, *, is_dry: bool = False) -> Result | None:
+    def run_config(self, config: Settings, interrupt: Interrupt, *, is_dry: bool = False) -> Result | None:
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.callbacks import StopOnRequest
@@ -133,7 +130,7 @@ class EvaluateCommand(RunCommand):
     needs = "RUN or --config"
     is_told_early = True
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result | None:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.runs.fit import evaluate

@@ -10,13 +10,11 @@ from dataclasses import asdict
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
-from rhymerl.cli.base import ConfiguredCommand, Result, Subcommand
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings, Subcommand
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from rhymerl.config.explain import Explanation
 
 _WIDEST = 100  # columns, for reading
@@ -76,7 +74,7 @@ class ExplainCommand(ConfiguredCommand):
         self._setting, self._config, self._overrides = arguments.setting, arguments.config, overrides
         return super().run(arguments, overrides, interrupt)
 
-    def run_config(self, config: DictConfig, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
         from rhymerl.config.explain import explain
 
         found = explain(config, self._setting, self._config, self._overrides)

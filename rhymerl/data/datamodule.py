@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Protocol, cast
@@ -19,7 +19,7 @@ from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.environments.base import Environment
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, at_least, check_ranges
 from rhymerl.models.chat import ChatTokenizer
 from rhymerl.models.policy import Policy
 from rhymerl.progress import counted
@@ -64,6 +64,7 @@ class _NoLoaders(CombinedLoader):
         assert not flattened
 
 
+@dataclass(eq=False, repr=False)
 class PromptDataModule(L.LightningDataModule):
     """Prompts for training and validation, from files, data sets or a task.
 
@@ -80,50 +81,33 @@ class PromptDataModule(L.LightningDataModule):
     at the first step unless `ckpt_path` is given.
     """
 
-    def __init__(
-        self,
-        train: DataSource | None = None,
-        validation: DataSource | Mapping[str, DataSource | None] | None = None,
-        *,
-        task: Task | None = None,
-        prompts_per_step: int = 32,
-        validation_prompts: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        prompt_column: str = "prompt",
-        system_prompt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_prompt_tokens: int | None = None,
-        filter_overlong_prompts: bool = False,
-    ) -> None:
+    train: DataSource | None = None
+    validation: DataSource | Mapping[str, DataSource | None] | None = None
+    _: KW_ONLY
+    task: Task | None = None
+    prompts_per_step: int = at_least(1, 32)
+    validation_prompts: int | None = at_least(1, None)
+    shuffle: bool = True
+    seed: int = 0
+    prompt_column: str = "prompt"
+    system_prompt: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    max_prompt_tokens: int | None = at_least(1, None)
+    filter_overlong_prompts: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.train = train
-        self.validation = validation
-        self.task = task
-        self.prompts_per_step = prompts_per_step
-        self.validation_prompts = validation_prompts
-        self.shuffle = shuffle
-        self.seed = seed
-        self.prompt_column = prompt_column
-        self.system_prompt = system_prompt
-        self.chat_template_kwargs = chat_template_kwargs
+        check_ranges(self)
+        check_template_arguments(self.chat_template_kwargs)
+        _check_names(self.validation)
         self._tools: Sequence[Mapping[str, Any]] = ()  # the environment's, as JSON schemas
-        self.max_prompt_tokens = max_prompt_tokens
-        self.filter_overlong_prompts = filter_overlong_prompts
         self.started = datetime.now().replace(microsecond=0)  # of the run, which chat templates take for now
         self.train_loader: PromptLoader | None = None
-        self.validation_loaders: dict[
-            str, PromptLoader
-        ] = {}  # by the name of the set; what Lightning numbers in this order
+        # By the name of the set, in the order in which Lightning numbers them.
+        self.validation_loaders: dict[str, PromptLoader] = {}
         self._prepared_for: _Module | None = None
         self._encoder: PromptEncoder | None = None
         self._prepare_again: Callable[[], None] | None = None
-        for name in ("prompts_per_step", "validation_prompts", "max_prompt_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
-        check_template_arguments(chat_template_kwargs)
-        _check_names(validation)
 
     def __str__(self) -> str:
         """Lightning's own knows torch's loaders only."""

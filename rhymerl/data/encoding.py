@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 import numpy as np
@@ -19,10 +19,7 @@ from rhymerl.data.base import LocatedRow
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.models.chat import ChatTokenizer, check_messages
-from rhymerl.types import Prompt
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Prompt
 
 _LOG = logging.getLogger(__name__)
 _FIXED_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt", "return_tensors", "return_dict")

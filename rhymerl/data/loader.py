@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy.typing as npt
 
 from rhymerl.data.base import PromptBatch
 from rhymerl.data.encoding import canonical_json
-from rhymerl.errors import ConfigError, DataError
+from rhymerl.errors import ConfigError, DataError, require_at_least
 from rhymerl.types import Prompt
 
 
+@dataclass(eq=False)
 class PromptLoader:
     """Deals the prompts of one rollout step after another; sized, and exact about where it stands.
 
@@ -30,18 +32,17 @@ class PromptLoader:
     and DataError when there are no prompts.
     """
 
-    def __init__(
-        self, prompts: Sequence[Prompt], *, prompts_per_step: int, shuffle: bool = True, seed: int = 0
-    ) -> None:
-        if prompts_per_step < 1:
-            raise ValueError(f"prompts_per_step={prompts_per_step}: expected at least 1")
-        if not prompts:
+    prompts: Sequence[Prompt]
+    _: KW_ONLY
+    prompts_per_step: int
+    shuffle: bool = True
+    seed: int = 0
+    cursor: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        require_at_least({"prompts_per_step": (self.prompts_per_step, 1)})
+        if not self.prompts:
             raise DataError("the data set is empty; expected at least one prompt")
-        self.prompts = prompts
-        self.prompts_per_step = prompts_per_step
-        self.shuffle = shuffle
-        self.seed = seed
-        self.cursor = 0
         self._latest_order: tuple[int, npt.NDArray[np.intp]] | None = None  # of one epoch: saves sorting
 
     def __len__(self) -> int:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from rhymerl.distributed.base import Channel, LockstepChannel, Message, Ranks
@@ -28,9 +28,6 @@ from rhymerl.distributed.store_channel import StoreChannel
 from rhymerl.distributed.wire import Wire
 from rhymerl.errors import RunError
 from rhymerl.types import Ratio
-
-if TYPE_CHECKING:
-    from torch import nn
 
 T = TypeVar("T")
 

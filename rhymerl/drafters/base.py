@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rhymerl.types import Completion, RolloutRequest, Sample
+from rhymerl.types import Completion, IntArray, RolloutRequest, Sample
 
 if TYPE_CHECKING:
     from rhymerl.drafts import Draft, DraftBatch
     from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import IntArray
 
 
 class Drafter(ABC):

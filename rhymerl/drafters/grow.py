@@ -6,16 +6,14 @@ node keeps the occurrences that agree with its path, so its children's probabili
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch, DraftSource
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray, IntArray
+from rhymerl.types import FloatArray, IndexArray, IntArray
 
 OWN, SIBLING, OTHER, HISTORY = (
     int(each) for each in (DraftSource.OWN, DraftSource.SIBLING, DraftSource.OTHER, DraftSource.HISTORY)

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -17,12 +17,9 @@ from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.history.entries import Name
 from rhymerl.history.index import REACH, LiveIndex, SuffixIndex
+from rhymerl.history.records import HistoryDelta
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
-from rhymerl.types import Completion, MaybeInfinite, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import IndexArray, IntArray
+from rhymerl.types import Completion, IndexArray, IntArray, MaybeInfinite, RolloutRequest
 
 _POOL_MATCHES = 32  # more are never better
 _IDLE_GROUPS = 256  # prompts without running answers whose tokens are kept for siblings that may still come

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.history.index import LiveIndex
-from rhymerl.types import Completion
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray, IntArray
+from rhymerl.types import Completion, IndexArray, IntArray
 
 
 class LiveGroup:

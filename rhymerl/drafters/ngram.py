@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,10 +11,7 @@ from rhymerl.drafters.live import LiveGroup
 from rhymerl.drafts import Draft, DraftSource
 from rhymerl.errors import at_least, check_ranges, require
 from rhymerl.history.index import REACH
-from rhymerl.types import Completion, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import Completion, IntArray, RolloutRequest
 
 _MOST = 16  # positions with the longest suffix among which the latest is looked for
 _NOTHING = Draft(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, RolloutRequest
 
 _NOTHING = np.empty(0, dtype=np.int32)
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import Draft, DraftBatch, DraftSource, merge_drafts, placed
 from rhymerl.history.index import REACH
-from rhymerl.types import Completion, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import IndexArray, IntArray
+from rhymerl.history.records import HistoryDelta
+from rhymerl.types import Completion, IndexArray, IntArray, RolloutRequest, Sample
 
 T = TypeVar("T")
 

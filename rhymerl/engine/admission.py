@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.engine.kept import KeptRows
 from rhymerl.engine.prefixes import PrefixTable
 from rhymerl.engine.rows import Rows
-from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+from rhymerl.types import Completion, FinishReason, IndexArray, Output, RolloutRequest
 
 
 class Admission:

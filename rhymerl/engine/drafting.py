@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +16,7 @@ from rhymerl.engine.rows import Rows
 from rhymerl.engine.speedup import is_due_plain
 from rhymerl.engine.totals import NUM_DEPTHS, EngineTotals
 from rhymerl.engine.verify import Verification
-from rhymerl.types import Completion, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, Completion, IndexArray, IntArray, RolloutRequest
 
 _RUN_AHEAD, _HISTORY = int(DraftSource.RUN_AHEAD), int(DraftSource.HISTORY)
 

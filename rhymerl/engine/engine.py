@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals, PassRecord
 from rhymerl.engine.verify import Verification, verify
 from rhymerl.errors import BackendError
-from rhymerl.types import Completion, FinishReason, RolloutRequest
+from rhymerl.types import Autocast, Completion, FinishReason, RolloutRequest
 
 _HAND_OVER = 8  # passes
 
@@ -53,7 +53,7 @@ class Engine:
         max_pass_tokens: int = 8_192,
         check_drafts: bool = False,
         complaints: set[type[Drafter]] | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        autocast: Autocast = nullcontext,
         now: Callable[[], float] = time.perf_counter,
         owns_model: bool = False,
     ) -> None:

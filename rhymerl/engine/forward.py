@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -28,6 +28,7 @@ from rhymerl.engine.tiles import TileLayout, tile
 from rhymerl.models.attention import narrowed
 from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logits import num_tokens
+from rhymerl.types import Autocast
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
 _SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-8}
@@ -48,7 +49,7 @@ class Forward:
         model: PreTrainedModel,
         store: KVStore,
         *,
-        autocast: Callable[[], AbstractContextManager[object]],
+        autocast: Autocast,
         stays_ready: bool = False,
     ) -> None:
         self._stays_ready = stays_ready

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+from rhymerl.types import IndexArray
 
 SingleArray = npt.NDArray[np.float32]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from rhymerl.engine.attention import TILE_ARRAYS, TilePlan
+from rhymerl.engine.direct import DirectForward
 from rhymerl.engine.inputs import Inputs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout
-
-if TYPE_CHECKING:
-    from rhymerl.engine.direct import DirectForward
 
 _LEAST_BYTES = 2**20  # of the buffer, whose growth drops all graphs
 _MOST_TOKENS = 4096  # of a graph; in larger passes the GPU has so much to do that launches do not count

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from rhymerl.engine.prefixes import PrefixTable
 from rhymerl.engine.rows import Rows
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, RolloutRequest
 
 
 class KeptRows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,7 @@ from rhymerl.drafts import DraftBatch
 from rhymerl.engine.paged_attention import CHAIN, ROOT, PagedLayout, suits_paging
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.tiles import TileLayout, tile
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, IndexArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

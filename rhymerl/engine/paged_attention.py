@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+from rhymerl.types import IndexArray
 
 _MOST_PAIRS = (
     1_200  # of query and key in a row: up to here the loop wins over the batched product, with one query always

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,7 @@ from torch import Tensor
 
 from rhymerl.compiled import compiled
 from rhymerl.engine.layout import PassLayout
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, IndexArray, IntArray
 
 _BLOCK = 64  # tokens of a chain that are computed at once
 

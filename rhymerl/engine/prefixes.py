@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from rhymerl.engine.rows import Prefix, Rows
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+from rhymerl.types import IndexArray, RolloutRequest
 
 
 class PrefixTable:

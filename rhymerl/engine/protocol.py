@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,12 +13,9 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.drafts import DraftBatch, depths, keep_nodes, sound, within_turns
 from rhymerl.errors import HookError
+from rhymerl.history.records import HistoryDelta
 from rhymerl.hooks import Hooks, line_of
-from rhymerl.types import Completion, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from rhymerl.history.records import HistoryDelta
-    from rhymerl.types import IndexArray, IntArray
+from rhymerl.types import Completion, IndexArray, IntArray, RolloutRequest, Sample
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from transformers.activations import ACT2FN
 
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.paths import PassPaths, PathBlock
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+from rhymerl.types import IndexArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

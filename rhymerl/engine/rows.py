@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +17,7 @@ import numpy.typing as npt
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.engine.noise import noise_counters
 from rhymerl.engine.slots import SlotPool
-from rhymerl.types import Completion, FinishReason, KeptSets, Output, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, Completion, FinishReason, IndexArray, IntArray, KeptSets, Output, RolloutRequest
 
 NOBODY = -1
 

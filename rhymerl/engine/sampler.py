@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,11 @@ from torch import Tensor
 
 from rhymerl.engine.device_draw import draw_with_logprobs
 from rhymerl.engine.draw import chosen_logprobs, draw_tokens
+from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.noise import keys_at
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.truncation import Truncation
-
-if TYPE_CHECKING:
-    from rhymerl.engine.layout import PassLayout
-    from rhymerl.types import IndexArray, IntArray
-
+from rhymerl.types import IndexArray, IntArray
 
 _FEW = 2**17  # logits: sampling from them all costs less than going back and forth between sampling and walking
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+from rhymerl.types import IndexArray
 
 
 class SlotPool:

@@ -12,17 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.timeline import PlainPasses
 from rhymerl.engine.totals import PassRecord
-from rhymerl.types import Completion, Ratio, RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IndexArray
+from rhymerl.types import BoolArray, Completion, FloatArray, IndexArray, Ratio, RolloutRequest
 
 _PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
 _FIRST_VERSIONS = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +10,7 @@ import numpy.typing as npt
 from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch
 from rhymerl.engine.rows import Rows
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray, IntArray
+from rhymerl.types import IndexArray, IntArray
 
 MOST_NODES = 63  # of a row's draft: as many bits as an int64 has beside its sign
 

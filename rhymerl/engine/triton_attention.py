@@ -8,14 +8,11 @@ is one that Triton knows.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 _BLOCK = 64  # keys
 _MANY, _FEW = 64, 16  # lines of a tile: tokens times query heads of a key head

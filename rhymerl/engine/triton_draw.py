@@ -23,18 +23,13 @@ the rounding of its own logarithms, sums and products.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from rhymerl.engine.triton_truncation import find_cutoffs, ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.engine.truncation import Truncation
+from rhymerl.engine.truncation import Truncation
 
 _MOST_SPLITS = tl.constexpr(64)
 _PROGRAMS = 2048  # that keep a large device busy

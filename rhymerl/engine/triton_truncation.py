@@ -14,16 +14,12 @@ that than this the cut is that of exact sums. min-p is compared with exp within 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.engine.truncation import Truncation
+from rhymerl.engine.truncation import Truncation
 
 _BLOCK = 4096
 _EVERYTHING = tl.constexpr(-(2**31))  # a rank below that of -inf

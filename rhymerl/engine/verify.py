@@ -7,7 +7,7 @@ only those at nodes that are reached, all rows side by side, one level at a time
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,7 @@ from rhymerl.compiled import compiled
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, IndexArray, IntArray
 
 _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 

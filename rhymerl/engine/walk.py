@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, IndexArray, IntArray
 
 
 class TreeWalk(NamedTuple):

@@ -6,18 +6,15 @@ import datetime
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rhymerl.errors import DataError, require_at_least
 from rhymerl.models.chat import ChatTokenizer, check_messages
+from rhymerl.types import IntArray
 
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
-
-    Messages = Sequence[Mapping[str, Any]]
-
+Messages = Sequence[Mapping[str, Any]]
 CUT_MARK = " [... cut]"  # behind a reply's text where rollout.max_reply_tokens has cut it
 _CHARACTERS_PER_TOKEN = 16  # at most, of a reply that may have to be cut
 # Words that no template writes itself: they tell where it puts the contents of messages.

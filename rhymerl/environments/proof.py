@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from rhymerl.environments.encoding import ANSWER, Boundary, ReplyEncoder, base_conversation
+from rhymerl.environments.encoding import ANSWER, Boundary, Messages, ReplyEncoder, base_conversation
 from rhymerl.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from rhymerl.environments.encoding import Messages
 
 _LOCATION = "environment"
 _THOUGHT = "<think>\nWhy?\n</think>\n\n"

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import isnan
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.history.records import Answer
-from rhymerl.types import Prompt, Sample
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
-
+from rhymerl.types import FloatArray, Prompt, Sample
 
 _ROUNDING = 1e-9  # of a weighted sum of rewards
 

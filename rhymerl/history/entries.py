@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from rhymerl.history.records import ANSWER_ENDS, Answer
-from rhymerl.types import Split
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Split
 
 Name = tuple[Split, str]  # split, Prompt.key
 AnswerKey = tuple[int, int]  # epoch, sample

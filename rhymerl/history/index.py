@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +21,7 @@ from rhymerl.history.suffixes import (
     sorted_by_context,
     widen,
 )
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray, IntArray
+from rhymerl.types import IndexArray, IntArray
 
 REACH = 32  # tokens of left context that are told apart; a power of two
 NO_TOKEN = -1

@@ -6,16 +6,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.history.records import ANSWER_ENDS, SPLITS, Answer, HistoryDelta, PromptChange
-from rhymerl.types import Split
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Split
 
 Sections = dict[str, bytearray]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +12,7 @@ from rhymerl.history.entries import Name
 from rhymerl.history.index import SuffixIndex
 from rhymerl.history.pool import pooled
 from rhymerl.history.records import Answer, HistoryDelta, PromptChange
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IntArray, Split
-
+from rhymerl.types import FloatArray, IntArray, Split
 
 _SMALL_TOKENS = 4096  # sorted in half a millisecond
 _POOL = ""  # in the place of a prompt's key
@@ -57,6 +53,7 @@ class SealedAnswers:
 Sealed = SealedAnswers | SuffixIndex  # of a prompt, or of a pool
 
 
+@dataclass(kw_only=True, eq=False)
 class SealedHistory:
     """Follows a HistoryStore and keeps one index a prompt over the answers of its last `window` epochs.
 
@@ -65,11 +62,12 @@ class SealedHistory:
     never see a half-built one. An answer's weight is recency ** age * exp(advantage_tilt * advantage).
     """
 
-    def __init__(self, *, window: int, recency: float = 1.0, advantage_tilt: float = 0.0, pools: bool = False) -> None:
-        self.window = window
-        self.pools = pools
-        self.recency = recency
-        self.advantage_tilt = advantage_tilt
+    window: int
+    recency: float = 1.0
+    advantage_tilt: float = 0.0
+    pools: bool = False
+
+    def __post_init__(self) -> None:
         self._answers: dict[Name, tuple[IntArray, tuple[Answer, ...]]] = {}  # in the order of their last change
         self._sealed: dict[Name, Sealed] = {}
         self._stale: set[Name] = set()  # of these the newest index has not been asked for

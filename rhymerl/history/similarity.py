@@ -5,17 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from rhymerl.history.traces import TraceRecord
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
-
-    Indices = npt.NDArray[np.int64]
+from rhymerl.types import FloatArray, IndexArray
 
 _PREFIX_TOKENS = 3
 
@@ -81,7 +75,7 @@ def length_stability(records: Iterable[TraceRecord], *, num_groups: int = 8) -> 
     )
 
 
-def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
+def _groups(records: Sequence[TraceRecord]) -> tuple[IndexArray, IndexArray]:
     """Return each record's (epoch, prompt) number and the one of the epoch before, -1 if there is none."""
     names = [(record.epoch, record.prompt_id) for record in records]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -89,7 +83,9 @@ def _groups(records: Sequence[TraceRecord]) -> tuple[Indices, Indices]:
     return np.array([numbers[name] for name in names], np.int64), np.array(before, np.int64)
 
 
-def _num_matched(records: Sequence[TraceRecord], lengths: Indices, group: Indices, before: Indices) -> Indices:
+def _num_matched(
+    records: Sequence[TraceRecord], lengths: IndexArray, group: IndexArray, before: IndexArray
+) -> IndexArray:
     """Return [records] matched tokens, which the epoch before has in a row with the 3 tokens before them."""
     if not lengths.sum():
         return np.zeros(len(records), np.int64)
@@ -102,7 +98,7 @@ def _num_matched(records: Sequence[TraceRecord], lengths: Indices, group: Indice
     return np.bincount(answer[matched], minlength=len(records))
 
 
-def _grams(tokens: Indices) -> Indices:
+def _grams(tokens: IndexArray) -> IndexArray:
     """Return [N - 3] a number below N for each 4 tokens in a row, the same for the same tokens."""
     ids = np.unique(tokens, return_inverse=True)[1]
     pairs = np.unique(ids[:-1] * len(ids) + ids[1:], return_inverse=True)[1]
@@ -133,7 +129,7 @@ def _correlation(ranks: FloatArray) -> float:
     return float(np.prod(deviations, axis=0).sum()) / norm if norm else math.nan
 
 
-def _share(part: Indices, whole: Indices) -> float:
+def _share(part: IndexArray, whole: IndexArray) -> float:
     return float(part.sum() / whole.sum()) if whole.sum() else math.nan
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,10 +18,7 @@ from rhymerl.history.packing import PackedPrompt, pack, unpack
 from rhymerl.history.pool import pooled
 from rhymerl.history.records import SPLITS, Answer, HistoryDelta, PromptChange
 from rhymerl.history.tokens import TOKEN_BYTES, TokenFile, TokenMemory
-from rhymerl.types import Prompt, Split
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Prompt, Split
 
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_TOKENS.flags.writeable = False

@@ -10,14 +10,12 @@ The sorted positions stand in blocks, so that one more is put in without moving 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rhymerl.compiled import compiled
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, IndexArray, IntArray
 
 BLOCK = 256
 

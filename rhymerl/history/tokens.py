@@ -9,14 +9,11 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.errors import RunError
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray
 
 TOKEN_BYTES = 4
 _FIRST_MAP_BYTES = 2**20

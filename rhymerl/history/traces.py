@@ -9,17 +9,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.folders import read_lines, writing
-from rhymerl.types import WHOLE, FinishReason, Sample
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IntArray
+from rhymerl.history.records import Answer
+from rhymerl.types import WHOLE, BoolArray, FinishReason, FloatArray, IntArray, Sample
 
 _NUM_TOKENS = 2**31  # ids are int32
 _LONGEST_LINE_BYTES = 256 * 2**20  # of millions of tokens with log-probs
@@ -74,6 +71,19 @@ def record_of(sample: Sample, epoch: int, *, with_logprobs: bool = False, with_w
     )
 
 
+def record_of_past(answer: Answer, prompt_id: str, prompt_tokens: IntArray) -> TraceRecord:
+    """Return an answer of the history as a record."""
+    return TraceRecord(
+        epoch=answer.epoch,
+        prompt_id=prompt_id,
+        sample=answer.sample,
+        prompt_tokens=prompt_tokens,
+        response_tokens=answer.token_ids,
+        reward=answer.reward,
+        finish_reason=answer.finish_reason,
+    )
+
+
 class TraceWriter:
     """Appends the records of one step after another; `path` ends in .gz to be compressed.
 
@@ -111,9 +121,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         self.close()
 
 

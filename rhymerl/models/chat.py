@@ -6,15 +6,13 @@ import datetime
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rhymerl.errors import DataError
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray
 
 _TIME_CALL = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 

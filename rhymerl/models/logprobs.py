@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,7 @@ from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
 from rhymerl.models.shared_prefixes import SharedLayout, at, packed_states, place_runs
-from rhymerl.types import Sample, Segment
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Sample, Segment
 
 T = TypeVar("T")
 

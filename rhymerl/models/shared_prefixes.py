@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.padding import best_starts
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray, IntArray
+from rhymerl.types import IndexArray, IntArray
 
 NAME = "rhymerl_shared"
 _BUCKET_TOKENS = 64  # what another bucket costs, in padded tokens

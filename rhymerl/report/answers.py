@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rhymerl.report.base import Answers, AnswerText, AnswerTurn
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.types import FloatArray, IndexArray
 
 _MOST = 10**7  # steps and epochs: columns are counted by them
 _COUNTS = ("sample", "tokens", "passes", "drafted", "accepted", "is_cut")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rhymerl.backends.spans import WorkerSpan
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IndexArray
+from rhymerl.types import BoolArray, FloatArray, IndexArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

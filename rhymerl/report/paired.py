@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.report.base import Answers, Run
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+from rhymerl.types import FloatArray
 
 _NORMAL_95 = 1.96
 _LEAST_PROMPTS = 2

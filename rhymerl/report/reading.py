@@ -14,7 +14,7 @@ from rhymerl.errors import DataError, UsageError
 from rhymerl.history.files import read_sections
 from rhymerl.history.packing import unpack
 from rhymerl.history.similarity import similarity
-from rhymerl.history.traces import TraceRecord
+from rhymerl.history.traces import TraceRecord, record_of_past
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.answers import AnswerColumns
 from rhymerl.report.base import Run, StepTimes
@@ -143,15 +143,5 @@ def _records(prompts: Sequence[Any]) -> list[TraceRecord]:
             continue
         for answer in prompt.answers:
             num_tokens += len(answer)
-            found.append(
-                TraceRecord(
-                    epoch=answer.epoch,
-                    prompt_id=prompt.key,
-                    sample=answer.sample,
-                    prompt_tokens=prompt.token_ids,
-                    response_tokens=answer.token_ids,
-                    reward=answer.reward,
-                    finish_reason=answer.finish_reason,
-                )
-            )
+            found.append(record_of_past(answer, prompt.key, prompt.token_ids))
     return found

@@ -13,16 +13,14 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rhymerl.errors import DataError
 from rhymerl.folders import read_lines, writing
 from rhymerl.types import Sample
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 STEPS = "steps.jsonl.gz"
 MAX_TEXTS = 2_000  # of answers of a run, which a page can show

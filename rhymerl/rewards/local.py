@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from math import inf
 from typing import Any
@@ -15,6 +16,7 @@ from rhymerl.rewards.calls import Call, Caller, Outcome
 from rhymerl.rewards.hooks import opened
 
 
+@dataclass(eq=False)
 class LocalReward:
     """Calls one reward in chunks, and passes each outcome to `deliver(reward, key, outcome)` once.
 
@@ -23,23 +25,18 @@ class LocalReward:
     notebook.
     """
 
-    def __init__(
-        self,
-        reward: Reward,
-        deliver: Callable[[Reward, Any, Outcome], None],
-        *,
-        chunk_size: int,
-        poll: Callable[[], None],
-    ) -> None:
-        self.reward = reward
-        self.deliver = deliver
-        self.chunk_size = chunk_size
-        self.poll = poll
+    reward: Reward
+    deliver: Callable[[Reward, Any, Outcome], None]
+    _: KW_ONLY
+    chunk_size: int
+    poll: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._waiting: dict[Any, Call] = {}
         self._stack = ExitStack()
         self._arguments: Mapping[str, Any] | None = None
         self._runner = asyncio.Runner()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards") if reward.is_async else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards") if self.reward.is_async else None
 
     def put(self, key: Any, call: Call) -> None:
         """Queue a call; with `where="main"` it runs now, or once a chunk of async or batch ones is full."""

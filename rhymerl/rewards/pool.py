@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Container, Sequence
+from dataclasses import KW_ONLY, dataclass
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
@@ -55,6 +56,7 @@ class _PooledProcess(ChildProcess):
         self.deadline = monotonic() + reward.timeout_s * num_limits + _GRACE_S
 
 
+@dataclass(eq=False)
 class RewardPool:
     """Runs calls of `rewards` in processes, in chunks; `deliver(reward, key, outcome)` gets each outcome once.
 
@@ -63,20 +65,15 @@ class RewardPool:
     work, and again where that fails. `poll`, `flush` and `drain` raise RewardError when a process cannot work at all.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[Reward],
-        deliver: Callable[[Reward, Any, Outcome], None],
-        *,
-        num_processes: int = 2,
-        chunk_size: int = 16,
-    ) -> None:
-        self.rewards = rewards
-        self.deliver = deliver
-        self.num_processes = num_processes
-        self.chunk_size = chunk_size
-        self._specs = [_spec(reward) for reward in rewards]
-        self._queues: list[deque[PendingCall]] = [deque() for _ in rewards]
+    rewards: Sequence[Reward]
+    deliver: Callable[[Reward, Any, Outcome], None]
+    _: KW_ONLY
+    num_processes: int = 2
+    chunk_size: int = 16
+
+    def __post_init__(self) -> None:
+        self._specs = [_spec(reward) for reward in self.rewards]
+        self._queues: list[deque[PendingCall]] = [deque() for _ in self.rewards]
         self._alone: deque[PendingCall] = deque()
         self._processes: list[_PooledProcess] = []
         self._num_failed_starts = 0  # since one succeeded

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from rhymerl.errors import require_at_least
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
 from rhymerl.rewards.failures import Failures
@@ -50,9 +51,7 @@ class RewardScorer:
     """
 
     def __init__(self, rewards: Sequence[Reward], *, num_processes: int = 2, chunk_size: int = 16) -> None:
-        for name, value in {"num_processes": num_processes, "chunk_size": chunk_size}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
+        require_at_least({"num_processes": (num_processes, 1), "chunk_size": (chunk_size, 1)})
         self.rewards = list(rewards)
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names):

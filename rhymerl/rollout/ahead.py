@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rhymerl.rewards import RewardScorer
-from rhymerl.types import Completion, Output
+from rhymerl.types import Completion, IntArray, Output
 from rhymerl.workers import Workers
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
 
 _LOOK_S = 0.05  # between two looks at what has ended
 

@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from rhymerl.backends.base import Backend
 from rhymerl.distributed import Alone, Ranks
@@ -24,15 +26,10 @@ from rhymerl.rollout.base import Rollout, RolloutSettings, requests_of
 from rhymerl.rollout.metrics import metrics_of, rollout_metrics, staleness_metrics
 from rhymerl.rollout.results import RankResult, SamplingRound, ScoredOutput, groups_that_teach_nothing, replaced
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.types import Completion, Prompt, RolloutRequest, Sample, Split
+from rhymerl.types import Completion, IntArray, Prompt, RolloutRequest, Sample, Split
 from rhymerl.workers import RunAhead, RunAheadState, StepRequests, check_run_ahead, workers_of
 from rhymerl.workers.auto import rule_of
 from rhymerl.workers.run_ahead import merge_states
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.types import IntArray
 
 Decode = Callable[["IntArray"], str]
 

@@ -8,9 +8,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from rhymerl.backends.base import Backend
 from rhymerl.budgets.base import Budget
@@ -32,9 +33,6 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.training.episodes import checked_episodes
 from rhymerl.types import Prompt
 from rhymerl.workers import backend_of_workers
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 _PROMPTS_AT_A_TIME = 1024  # written together: the more, the fuller the engine
 _COLUMNS = {  # of the table

@@ -10,11 +10,12 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.fixed import FixedBudget
@@ -25,18 +26,13 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafts import DraftBatch, no_drafts
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.walk import walk
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import ConfigError, at_least, check_ranges
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
 from rhymerl.history.similarity import length_stability, similarity
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, SamplingParams
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from rhymerl.types import IntArray
+from rhymerl.types import Completion, IntArray, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 _WARM_UP = 16  # answers
 _UNUSED = SamplingParams(max_tokens=1)
@@ -86,6 +82,7 @@ class ReplayTotals:
         return ReplayTotals(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
+@dataclass(eq=False)
 class Replay:
     """Answers the requests of a trace from the trace, `max_running` side by side, as an engine would with these drafts.
 
@@ -93,25 +90,19 @@ class Replay:
     argument out of range.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        budget: Budget,
-        *,
-        history: HistoryStore | None = None,
-        costs: PassCost = _ASSUMED,
-        max_running: int = 128,
-        from_epoch: int = 0,
-        progress: ProgressBar = SILENT,
-    ) -> None:
-        require_at_least({"max_running": (max_running, 1), "from_epoch": (from_epoch, 0)})
+    drafter: Drafter
+    budget: Budget
+    _: KW_ONLY
+    history: HistoryStore = field(default_factory=HistoryStore)
+    costs: PassCost = _ASSUMED
+    max_running: int = at_least(1, 128)
+    from_epoch: int = at_least(0, 0)
+    progress: ProgressBar = SILENT  # hears of each answer
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
         # Which token ids there are, the records do not say.
-        self.protocol = DraftingProtocol(drafter, budget, vocabulary=2**31 - 1)
-        self.history = history if history is not None else HistoryStore()
-        self.costs = costs
-        self.max_running = max_running
-        self.from_epoch = from_epoch
-        self.progress = progress  # hears of each answer
+        self.protocol = DraftingProtocol(self.drafter, self.budget, vocabulary=2**31 - 1)
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
         """Return the totals by epoch, from `from_epoch` on."""

@@ -7,12 +7,9 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rhymerl.types import RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from rhymerl.types import IndexArray
+from rhymerl.types import IndexArray, RolloutRequest, Sample
 
 Plan = list[list[RolloutRequest]]  # a queue a worker
 

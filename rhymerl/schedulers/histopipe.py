@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,10 +16,7 @@ from rhymerl.schedulers.base import Move, Progress
 from rhymerl.schedulers.migration import outliers_to_running
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
 from rhymerl.schedulers.queue_cost import QueueLoad
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+from rhymerl.types import FloatArray, RolloutRequest
 
 _PLANS = 3  # two steps may be under way, and an evaluation
 _GROWTH = 0.75  # the quantile of growth that beta is

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from rhymerl.schedulers.base import Move, Progress
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+from rhymerl.types import FloatArray
 
 
 def outliers_to_running(progress: Progress, longest: FloatArray, *, alpha: float, beta: float) -> list[Move]:

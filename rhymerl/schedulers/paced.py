@@ -6,18 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.errors import require
 from rhymerl.schedulers.predicting import Piece, queue_of
 from rhymerl.schedulers.releases import ReleaseAwareScheduler
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
-
+from rhymerl.types import FloatArray, RolloutRequest
 
 _HALVINGS = 30
 _RISK = 0.95  # the quantile of growth by which long answers are expected to outgrow their prediction

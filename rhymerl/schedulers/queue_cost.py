@@ -5,13 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rhymerl.costs import Points, points_of
-from rhymerl.types import Sample
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+from rhymerl.types import FloatArray, Sample
 
 ASSUMED: Points = ((0, 1.0), (128, 2.0))  # without measuring: a pass costs 1 + tokens / 128
 _FORGET = 0.5  # a step: acceptance follows the epochs

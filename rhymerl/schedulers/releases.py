@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from rhymerl.schedulers.base import Progress
 from rhymerl.schedulers.predicting import PredictingScheduler
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+from rhymerl.types import FloatArray
 
 _AT_LEAST = 0.1  # an answer beyond its prediction is expected to grow by this share of what it has
 

@@ -6,15 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from rhymerl.costs import CostCurve
-from rhymerl.types import RolloutRequest
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, FloatArray, IndexArray
+from rhymerl.types import BoolArray, FloatArray, IndexArray, RolloutRequest
 
 Pipeline = Literal["colocated", "disaggregated"]
 

@@ -6,9 +6,10 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 
 from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve
@@ -21,9 +22,6 @@ from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, Ste
 from rhymerl.simulation.pipeline import Simulation, check_modes
 from rhymerl.simulation.summary import Window, step_time, summary
 from rhymerl.simulation.workload import RecordedLengths
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 RUN_OUT = 2  # steps beyond the last, so that workers have something to run ahead on until it is done
 _SHOWN = {

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.simulation.base import Decoding
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+from rhymerl.types import FloatArray
 
 
 class Course:

@@ -6,14 +6,12 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from rhymerl.simulation.base import Decoding
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
+from rhymerl.types import FloatArray, IndexArray
 
 
 class SimulatedTurn(NamedTuple):

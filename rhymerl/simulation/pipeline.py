@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +12,11 @@ from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.step import StepRun, course_of
-from rhymerl.types import Completion, Output, Sample, TurnEnd
+from rhymerl.types import Completion, FloatArray, Output, Sample, TurnEnd
 from rhymerl.workers import RunAhead, StepRequests, check_run_ahead
 from rhymerl.workers.auto import rule_of
 from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
 from rhymerl.workers.versions import Versions
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
 
 _NO_TOKENS, _NO_NUMBERS, _NO_MASK = np.empty(0, np.int32), np.empty(0), np.empty(0, np.bool_)
 _NO_REWARDS: dict[str, float] = {}

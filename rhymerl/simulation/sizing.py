@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import DictConfig
 
 from rhymerl.errors import ConfigError, require_at_least
 from rhymerl.progress import SILENT, ProgressBar, counted
@@ -21,9 +23,6 @@ from rhymerl.simulation.base import Pipeline, StepWork
 from rhymerl.simulation.comparison import RUN_OUT, check, length_source, simulation, window_of
 from rhymerl.simulation.summary import Window, summary
 from rhymerl.workers import RunAhead
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 _SCHEDULERS: Mapping[str, Callable[[], Scheduler]] = {
     "fifo": FIFOScheduler,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.simulation.base import Decoding, StepWork
 from rhymerl.simulation.course import Course
 from rhymerl.simulation.episodes import EpisodeCourse, left_of
+from rhymerl.types import FloatArray, IndexArray
 from rhymerl.workers.coordinator import ProgressReport, few_left
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IndexArray
 
 
 class StepRun:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rhymerl.simulation.base import Timeline
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray
+from rhymerl.types import FloatArray
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 

@@ -8,17 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rhymerl.errors import at_least, check_ranges, require, require_at_least
 from rhymerl.history.traces import TraceRecord, read_trace
 from rhymerl.simulation.base import LengthSource, StepWork
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _LOG = logging.getLogger(__name__)
 _NO_TOKENS = np.empty(0, np.int32)

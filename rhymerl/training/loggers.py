@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import FileWriter
+from torch.utils.tensorboard.writer import FileWriter
 
 
 def log_step(trainer: Any, metrics: Mapping[str, float], num_rollouts: int) -> dict[str, float]:

@@ -155,7 +155,7 @@ class Updater:
     def _prepared(self, samples: Sequence[Sample], step: int, times: dict[str, float]) -> Batch:
         """Return the step's batch with all that the algorithm needs, and its advantages."""
         batch = step_batch(samples)
-        for need, (field, name) in _PASSES.items():
+        for need, (column, name) in _PASSES.items():
             asked = self._asked(need, samples, step)
             if asked:
                 with _timed(times, name):
@@ -165,7 +165,7 @@ class Updater:
                         found, final = _split(found, [len(samples[i]) for i in asked])
                         batch = replace(batch, final_values=final)
                     whole[asked, : found.shape[1]] = found
-                    found_in: Any = {field: whole}
+                    found_in: Any = {column: whole}
                     batch = replace(batch, **found_in)
         with _timed(times, "advantage"):
             return self.algorithm.prepare(replace(batch, awaits_proximal=self._to_learn(samples, step) is not None))

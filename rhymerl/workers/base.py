@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
+
+from torch import Tensor
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
+from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Sample
 from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.step import StepRequests
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.schedulers.base import Scheduler
 
 # What a worker does that has finished its queue while others have not.
 RunAhead = Literal["off", "draft", "keep", "auto"]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Output, RolloutRequest, Sample, Split
 from rhymerl.workers.versions import Versions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class WeightSource(ABC):

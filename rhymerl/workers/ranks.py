@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from torch import Tensor
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import WorkerSpan
@@ -14,7 +16,7 @@ from rhymerl.environments.build import EpisodeSettings
 from rhymerl.errors import BackendError
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.types import Completion, Output, RolloutRequest, Sample
+from rhymerl.types import Completion, IntArray, Output, RolloutRequest, Sample
 from rhymerl.workers.base import RunAhead, Workers, follows_clock
 from rhymerl.workers.coordinator import (
     REBALANCE_S,
@@ -30,11 +32,6 @@ from rhymerl.workers.host import Host
 from rhymerl.workers.run_ahead import RunAheadState, digest_of
 from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.types import IntArray
 
 _SLICE_S = 0.02  # between two exchanges with the other ranks
 _PASSES = 16  # the same in lockstep

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rhymerl.backends.remote.client import NoAnswerError
 from rhymerl.errors import BackendError
-
-if TYPE_CHECKING:
-    from rhymerl.types import FloatArray, IntArray
+from rhymerl.types import FloatArray, IntArray
 
 _BEYOND = 1024  # tokens that a last pass may sample beyond what was asked for
 _LEAST = float(np.finfo(np.float32).min)

@@ -4,55 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.proof import draws_by_seed, prove_server
 from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.remote.weight_group import WeightGroup
-from rhymerl.models.policy import DTYPES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.models.policy import Policy
+from rhymerl.models.policy import DTYPES, Policy
 
 _log = logging.getLogger(__name__)
 NO_WEIGHTS = -1  # instead of a policy version
 
 
+@dataclass(eq=False)
 class Delivery:
     """Delivers weights to engines of `tensor_parallel` ranks each, in `dtype`.
 
     `way` is tensor, disk or distributed; files go to `folder`, where they may be `shared` with other engines.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        policy: Policy,
-        *,
-        way: str,
-        dtype: str,
-        tensor_parallel: int,
-        folder: Path,
-        shared: SharedWeightFile | None = None,
-    ) -> None:
-        self.fleet = fleet
-        self.policy = policy
-        self.way = way
-        self.dtype = dtype
-        self.tensor_parallel = tensor_parallel
-        self.folder = folder
-        self.shared = shared
-        self.version = NO_WEIGHTS
-        self.draws_by_seed = True  # until an engine has shown otherwise
-        self.is_asleep = False  # the engines have given their memory away, and what was in it
-        self._group: WeightGroup | None = None
+    fleet: Fleet
+    policy: Policy
+    _: KW_ONLY
+    way: str
+    dtype: str
+    tensor_parallel: int
+    folder: Path
+    shared: SharedWeightFile | None = None
+    version: int = field(init=False, default=NO_WEIGHTS)
+    draws_by_seed: bool = field(init=False, default=True)  # until an engine has shown otherwise
+    is_asleep: bool = field(init=False, default=False)  # the engines have given their memory away, and what was in it
+    _group: WeightGroup | None = field(init=False, default=None)
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load weights; nothing may be in flight. Raises BackendError if an engine refuses or computes otherwise."""

@@ -6,10 +6,11 @@ import math
 import threading
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rhymerl.backends.remote.answers import EngineAnswer
 from rhymerl.backends.remote.client import Client
@@ -17,14 +18,8 @@ from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.engine.noise import log_race_times, noise_keys
 from rhymerl.errors import BackendError
 from rhymerl.models.logits import num_tokens
-from rhymerl.models.policy import evaluating
-from rhymerl.types import Prompt, RolloutRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.models.policy import Policy
-    from rhymerl.types import IntArray
+from rhymerl.models.policy import Policy, evaluating
+from rhymerl.types import IntArray, Prompt, RolloutRequest, SamplingParams
 
 _PROMPT, _ANSWER = 8, 8  # tokens
 _SHORT, _SAMPLED, _TEMPERATURE = [1], 32, 2.0  # of sampled answers: the prompt, and their tokens

@@ -7,14 +7,11 @@ import hashlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 
-from rhymerl.types import Output, Prompt, RolloutRequest, SamplingParams, Split
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
+from rhymerl.types import IntArray, Output, Prompt, RolloutRequest, SamplingParams, Split
 
 KEY = "rhymerl"  # in custom_params
 _SEED = re.compile(r"-?[0-9]{1,20}")

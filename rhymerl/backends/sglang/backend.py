@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
@@ -28,15 +30,10 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges, require
 from rhymerl.history import HistoryStore
-from rhymerl.models.policy import DTYPES
-from rhymerl.types import Completion, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.memory.base import EngineShape, Setup
-    from rhymerl.memory.outline import ModelShape
-    from rhymerl.models.policy import Policy
+from rhymerl.memory.base import EngineShape, Setup
+from rhymerl.memory.outline import ModelShape
+from rhymerl.models.policy import DTYPES, Policy
+from rhymerl.types import Autocast, Completion, RolloutRequest, Sample
 
 _USUAL_NODES = 7  # without a cost curve
 _START_S = 600.0
@@ -164,12 +161,7 @@ class SGLangBackend(ServedBackend):
         return self.session.memory
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         """Start or resume the engine; it computes in `dtype`, by default the policy's, not under `autocast`."""
         if self._session is not None and self._session.serves(policy, drafter, self._longest_tokens):

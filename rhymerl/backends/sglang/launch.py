@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import DictConfig
 
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.sglang import arguments
@@ -18,9 +20,6 @@ from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
 from rhymerl.models.gguf import is_gguf
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 def launch_line(config: DictConfig) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,34 +24,32 @@ from rhymerl.backends.sglang.server import require_sglang, start_server
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError
-
-if TYPE_CHECKING:
-    from rhymerl.models.policy import Policy
+from rhymerl.models.policy import Policy
 
 _log = logging.getLogger(__name__)
 _EVEN = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"  # refuses GPUs of which one has less free memory: the trainer's has
 _DYING_S = 2.0  # from a broken connection to the end of the process
 
 
+@dataclass(eq=False)
 class OwnEngine:
     """Runs when it is made, until `close`; `renew` puts another in its place, `restarts` times at most."""
 
-    server: Server
-    feed: FeedWriter
-    counters: Counters
+    settings: SessionSettings
+    policy: Policy
+    drafter: Drafter
+    _: KW_ONLY
+    dtype: str
+    folder: Path
+    model: Path  # a folder with its config
+    server: Server = field(init=False)
+    feed: FeedWriter = field(init=False)
+    counters: Counters = field(init=False)
+    split: MemorySplit | None = field(init=False, default=None)  # of the GPU, between engine and update
 
-    def __init__(
-        self, settings: SessionSettings, policy: Policy, drafter: Drafter, *, dtype: str, folder: Path, model: Path
-    ) -> None:
-        self.settings = settings
-        self.policy = policy
-        self.drafter = drafter
-        self.dtype = dtype
-        self.folder = folder
-        self.model = model  # a folder with its config
-        self.restarts_left = settings.restarts
-        self._on_cpu = policy.device.type == "cpu"
-        self.split: MemorySplit | None = None  # of the GPU, between engine and update
+    def __post_init__(self) -> None:
+        self.restarts_left = self.settings.restarts
+        self._on_cpu = self.policy.device.type == "cpu"
         self._start()
 
     def _start(self) -> None:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
@@ -28,13 +29,8 @@ from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import NO_VERSION, HistoryDelta, HistoryStore
 from rhymerl.models.logits import num_embeddings, num_tokens
-from rhymerl.models.policy import DTYPES
+from rhymerl.models.policy import DTYPES, Policy
 from rhymerl.types import Completion, Ratio, RolloutRequest, Sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.models.policy import Policy
 
 _LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
 _HEALTH_S = 60.0  # for a health check, which is a token; SGLang itself gives up after 20

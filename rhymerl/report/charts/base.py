@@ -78,34 +78,38 @@ def line_chart(
     reference: float | None = None,
     is_smoothed: bool = False,
     from_zero: bool = True,
-) -> list[Chart]:
-    """Return a chart of one metric with a line a run; nothing where no run has it, or where it is 0 throughout."""
+) -> Chart:
+    """Return a chart of one metric with a line a run, of the runs that have it and in which it is not 0 throughout."""
     chosen = [run for run in runs if run.has(metric)]
     series: list[Series] = []
     for run in chosen:
         colour, curve = run_colour(runs.index(run)), run.curves[metric]
         if is_smoothed and len(curve.steps) > _WINDOW:
-            series.append(_series(named(run, "each step", runs), curve, colour, "dots"))
-            series.append(_series(named(run, "mean of five", runs), smoothed(curve), colour, "line"))
+            series += step_series(run, runs, curve, colour)
         else:
-            series.append(_series(run.name, curve, colour, "line"))
-    if not series:
-        return []
+            series.append(series_of(run.name, curve, colour))
+    return Chart(
+        id=metric.replace("/", "-"),
+        title=title,
+        caption=caption,
+        x_title=next((run.step_name for run in chosen), ""),
+        y_title=y_title,
+        series=series,
+        reference=reference,
+        from_zero=from_zero,
+    )
+
+
+def step_series(run: Run, runs: Sequence[Run], curve: Curve, colour: str) -> list[Series]:
+    """Return the steps as dots, and the means over five of them as a line."""
     return [
-        Chart(
-            id=metric.replace("/", "-"),
-            title=title,
-            caption=caption,
-            x_title=chosen[0].step_name,
-            y_title=y_title,
-            series=series,
-            reference=reference,
-            from_zero=from_zero,
-        )
+        series_of(named(run, "each step", runs), curve, colour, "dots"),
+        series_of(named(run, "mean of five", runs), smoothed(curve), colour),
     ]
 
 
-def _series(name: str, curve: Curve, colour: str, kind: Kind) -> Series:
+def series_of(name: str, curve: Curve, colour: str, kind: Kind = "line") -> Series:
+    """Return a curve as a series, of as many points as a page shows."""
     curve = thinned(curve)
     return Series(name=name, x=curve.steps, y=curve.values, colour=colour, kind=kind)
 

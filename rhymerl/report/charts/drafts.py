@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rhymerl.report.answers import by_epoch
-from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, run_colour, thinned
+from rhymerl.report.base import Answers, Curve, Run
+from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, run_colour, series_of
 
 _SOURCES = {
     "own": "own text",
@@ -27,7 +27,7 @@ def draft_charts(runs: Sequence[Run]) -> list[Chart]:
     if not drafted:
         return []
     return [
-        *line_chart(
+        line_chart(
             runs,
             "rollout/spec_accept_length",
             title="Tokens a pass",
@@ -36,7 +36,7 @@ def draft_charts(runs: Sequence[Run]) -> list[Chart]:
             reference=1,
             from_zero=False,
         ),
-        *line_chart(
+        line_chart(
             runs,
             "rollout/speedup",
             title="Speed-up by drafts",
@@ -46,60 +46,51 @@ def draft_charts(runs: Sequence[Run]) -> list[Chart]:
             is_smoothed=True,
             from_zero=False,
         ),
-        *_acceptance_by_epoch(runs),
-        *(chart for run in drafted for chart in _acceptance_by_position(run, runs)),
-        *(chart for run in drafted for chart in _origins(run, runs)),
+        _acceptance_by_epoch(runs),
+        *(_acceptance_by_position(run, runs) for run in drafted),
+        *(_origins(run, runs) for run in drafted),
     ]
 
 
-def _acceptance_by_epoch(runs: Sequence[Run]) -> list[Chart]:
+def _acceptance_by_epoch(runs: Sequence[Run]) -> Chart:
     series = []
     for index, run in enumerate(runs):
         if run.answers is None or not run.answers.drafted.any():
             continue
         found = by_epoch(run.answers, "accepted", "drafted")
         series.append(Series(name=run.name, x=[*found], y=[*found.values()], colour=run_colour(index), kind="bars"))
-    if not series:
-        return []
-    return [
-        Chart(
-            id="acceptance-epoch",
-            title="Acceptance by epoch",
-            caption="Drafted tokens that were right, as a share of those that were verified, in each pass over the prompts.",
-            x_title="epoch",
-            y_title="share of drafted tokens",
-            series=series,
-        )
-    ]
+    return Chart(
+        id="acceptance-epoch",
+        title="Acceptance by epoch",
+        caption="Drafted tokens that were right, as a share of those that were verified, in each pass over the prompts.",
+        x_title="epoch",
+        y_title="share of drafted tokens",
+        series=series,
+    )
 
 
-def _acceptance_by_position(run: Run, runs: Sequence[Run]) -> list[Chart]:
+def _acceptance_by_position(run: Run, runs: Sequence[Run]) -> Chart:
     """Return a line a quarter of the run: means over its steps with drafts that went so deep."""
-    curves = [run.curves.get(f"spec/accept_rate_pos_{depth}") for depth in range(1, _NUM_DEPTHS + 1)]
-    if any(curve is None for curve in curves):
-        return []
-    steps = sorted({step for curve in curves if curve is not None for step in curve.steps})
+    names = [f"spec/accept_rate_pos_{depth}" for depth in range(1, _NUM_DEPTHS + 1)]
+    curves = [run.curves[name] for name in names] if all(name in run.curves for name in names) else []
+    steps = sorted({step for curve in curves for step in curve.steps})
     periods = [part for part in np.array_split(np.array(steps), min(_NUM_PERIODS, len(steps))) if len(part)]
     series = []
     for number, period in enumerate(periods):
         first, last = int(period[0]), int(period[-1])
-        means = {depth: _mean_between(curve, first, last) for depth, curve in enumerate(curves, start=1) if curve}
+        means = {depth: _mean_between(curve, first, last) for depth, curve in enumerate(curves, start=1)}
         known = {depth: mean for depth, mean in means.items() if mean is not None}
         if known:
             name = f"steps {first} to {last}"
             series.append(Series(name=name, x=[*known], y=[*known.values()], colour=f"period-{number}"))
-    if not series:
-        return []
-    return [
-        Chart(
-            id=f"acceptance-position-{runs.index(run)}",
-            title=of_run("Acceptance by position", run, runs),
-            caption="Of drafts that went so deep, the share that was right so far down: mean over steps that had such drafts.",
-            x_title="position in the draft",
-            y_title="share of drafts",
-            series=series,
-        )
-    ]
+    return Chart(
+        id=f"acceptance-position-{runs.index(run)}",
+        title=of_run("Acceptance by position", run, runs),
+        caption="Of drafts that went so deep, the share that was right so far down: mean over steps that had such drafts.",
+        x_title="position in the draft",
+        y_title="share of drafts",
+        series=series,
+    )
 
 
 def _mean_between(curve: Curve, first: int, last: int) -> float | None:
@@ -108,31 +99,28 @@ def _mean_between(curve: Curve, first: int, last: int) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _origins(run: Run, runs: Sequence[Run]) -> list[Chart]:
+def _origins(run: Run, runs: Sequence[Run]) -> Chart:
     """Return the share of each step's tokens that were drafted, by source."""
-    answers = run.answers
-    if answers is None:
-        return []
-    accepted, tokens = (np.bincount(answers.step, each) for each in (answers.accepted, answers.tokens))
-    share = {int(step): accepted[step] / tokens[step] for step in np.flatnonzero(tokens)}
+    share = _drafted_shares(run.answers) if run.answers is not None else {}
     series = []
-    for name, words in _SOURCES.items():
+    for name, words in _SOURCES.items() if share else ():
         curve = run.curves.get(f"spec/accepted_{name}_frac")
         if curve is None or not any(curve.values):
             continue
         known = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if step in share]
         whole = Curve(steps=[step for step, _ in known], values=[float(value * share[step]) for step, value in known])
-        thin = thinned(whole)
-        series.append(Series(name=words, x=thin.steps, y=thin.values, colour=f"source-{name}", kind="area"))
-    if not series:
-        return []
-    return [
-        Chart(
-            id=f"origins-{runs.index(run)}",
-            title=of_run("Tokens from drafts, by source", run, runs),
-            caption="Share of all response tokens that were accepted from a draft; the policy sampled the others without one.",
-            x_title=run.step_name,
-            y_title="share of tokens",
-            series=series,
-        )
-    ]
+        series.append(series_of(words, whole, f"source-{name}", "area"))
+    return Chart(
+        id=f"origins-{runs.index(run)}",
+        title=of_run("Tokens from drafts, by source", run, runs),
+        caption="Share of all response tokens that were accepted from a draft; the policy sampled the others without one.",
+        x_title=run.step_name,
+        y_title="share of tokens",
+        series=series,
+    )
+
+
+def _drafted_shares(answers: Answers) -> dict[int, float]:
+    """Return the share of each step's tokens that were accepted from drafts."""
+    accepted, tokens = (np.bincount(answers.step, each) for each in (answers.accepted, answers.tokens))
+    return {int(step): float(accepted[step] / tokens[step]) for step in np.flatnonzero(tokens)}

@@ -14,22 +14,22 @@ _AGE = "history/hit_epoch_age"
 def history_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
-        *_similarity(runs),
-        *line_chart(
+        _similarity(runs),
+        line_chart(
             runs,
             "history/tokens",
             title="Tokens in the history",
             caption="Tokens of the earlier answers that drafts may come from.",
             y_title="tokens",
         ),
-        *line_chart(
+        line_chart(
             runs,
             "history/bytes",
             title="Bytes of the history",
             caption="Bytes of the token ids of these answers and their prompts.",
             y_title="bytes",
         ),
-        *line_chart(
+        line_chart(
             [_where_history_was_right(run) for run in runs],
             _AGE,
             title="Age of what was right",
@@ -50,21 +50,17 @@ def _where_history_was_right(run: Run) -> Run:
     return replace(run, curves={**run.curves, _AGE: found})
 
 
-def _similarity(runs: Sequence[Run]) -> list[Chart]:
+def _similarity(runs: Sequence[Run]) -> Chart:
     series = [
         Series(name=run.name, x=[*run.similarity], y=[*run.similarity.values()], colour=run_colour(index), kind="bars")
         for index, run in enumerate(runs)
         if run.similarity
     ]
-    if not series:
-        return []
-    return [
-        Chart(
-            id="similarity",
-            title="Similarity to the epoch before",
-            caption="Share of the tokens that repeat answers of the epoch before, of the epochs that the history held at the end.",
-            x_title="epoch",
-            y_title="share of tokens",
-            series=series,
-        )
-    ]
+    return Chart(
+        id="similarity",
+        title="Similarity to the epoch before",
+        caption="Share of the tokens that repeat answers of the epoch before, of the epochs that the history held at the end.",
+        x_title="epoch",
+        y_title="share of tokens",
+        series=series,
+    )

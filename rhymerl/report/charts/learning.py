@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rhymerl.report.base import Run
-from rhymerl.report.charts.base import Chart, Series, line_chart, named, run_colour, smoothed, thinned
+from rhymerl.report.charts.base import Chart, Series, line_chart, named, run_colour, series_of, step_series, thinned
 from rhymerl.report.paired import paired_difference
 
 
 def learning_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
-        *_reward(runs),
+        _reward(runs),
         *_paired(runs),
-        *_lengths(runs),
-        *line_chart(
+        _lengths(runs),
+        line_chart(
             runs,
             "completions/clipped_ratio",
             title="Answers cut off",
             caption="Share of answers that reached rollout.max_tokens before they ended.",
             y_title="share of answers",
         ),
-        *line_chart(
+        line_chart(
             runs,
             "off_policy/staleness/mean",
             title="Staleness",
@@ -32,23 +33,25 @@ def learning_charts(runs: Sequence[Run]) -> list[Chart]:
     ]
 
 
-def _reward(runs: Sequence[Run]) -> list[Chart]:
+def _reward(runs: Sequence[Run]) -> Chart:
     series: list[Series] = []
     for index, run in enumerate(runs):
         colour = run_colour(index)
         if "reward" in run.curves:
-            dots, mean = thinned(run.curves["reward"]), thinned(smoothed(run.curves["reward"]))
-            series += [
-                Series(name=named(run, "each step", runs), x=dots.steps, y=dots.values, colour=colour, kind="dots"),
-                Series(name=named(run, "mean of five", runs), x=mean.steps, y=mean.values, colour=colour),
-            ]
+            series += step_series(run, runs, run.curves["reward"], colour)
         if "eval/reward" in run.evaluations:
             found = run.evaluations["eval/reward"]
             series.append(
                 Series(name=named(run, "held out", runs), x=found.steps, y=found.values, colour=colour, kind="marks")
             )
-    caption = "Dots are steps, the line is the mean of five; diamonds are evaluations on held-out prompts."
-    return _chart("reward", "Reward", caption, "mean reward", runs, series)
+    return Chart(
+        id="reward",
+        title="Reward",
+        caption="Dots are steps, the line is the mean of five; diamonds are evaluations on held-out prompts.",
+        x_title=runs[0].step_name,
+        y_title="mean reward",
+        series=series,
+    )
 
 
 def _paired(runs: Sequence[Run]) -> list[Chart]:
@@ -79,28 +82,24 @@ def _paired(runs: Sequence[Run]) -> list[Chart]:
     return charts
 
 
-def _lengths(runs: Sequence[Run]) -> list[Chart]:
+def _lengths(runs: Sequence[Run]) -> Chart:
     series: list[Series] = []
     for index, run in enumerate(runs):
         names = [f"completions/{each}_length" for each in ("min", "mean", "max")]
         if not all(name in run.curves for name in names):
             continue
-        low, mean, high = (thinned(run.curves[name]) for name in names)
+        low, mean, high = (run.curves[name] for name in names)
         colour = run_colour(index)
         if len(runs) == 1:
-            band = Series(
-                name="shortest to longest", x=high.steps, y=high.values, low=low.values, colour=colour, kind="band"
-            )
-            series.append(band)
-        series.append(Series(name=named(run, "mean", runs), x=mean.steps, y=mean.values, colour=colour))
-    caption = "Tokens of an answer: the mean of each step" + (
-        ", from the shortest to the longest." * (len(runs) == 1) or "."
+            band = series_of("shortest to longest", high, colour, "band")
+            series.append(replace(band, low=thinned(low).values))
+        series.append(series_of(named(run, "mean", runs), mean, colour))
+    extent = ", from the shortest to the longest" if len(runs) == 1 else ""
+    return Chart(
+        id="lengths",
+        title="Lengths",
+        caption=f"Tokens of an answer: the mean of each step{extent}.",
+        x_title=runs[0].step_name,
+        y_title="tokens",
+        series=series,
     )
-    return _chart("lengths", "Lengths", caption, "tokens", runs, series)
-
-
-def _chart(name: str, title: str, caption: str, y_title: str, runs: Sequence[Run], series: list[Series]) -> list[Chart]:
-    if not series:
-        return []
-    x_title = runs[0].step_name
-    return [Chart(id=name, title=title, caption=caption, x_title=x_title, y_title=y_title, series=series)]

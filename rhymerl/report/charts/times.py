@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, thinned
+from rhymerl.report.charts.base import Chart, line_chart, of_run, series_of
 
 _PARTS = {  # in the order of a step
     "rollout": "rollout",
@@ -22,15 +22,15 @@ _REST = "the rest"
 def time_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
-        *(chart for run in runs for chart in _parts(run, runs)),
-        *line_chart(
+        *(_parts(run, runs) for run in runs if "timing_s/step" in run.curves),
+        line_chart(
             runs,
             "rollout/tokens_per_s",
             title="Rollout speed",
             caption="Response tokens a second of the rollout.",
             y_title="tokens a second",
         ),
-        *line_chart(
+        line_chart(
             runs,
             "rollout/bubble_frac",
             title="Bubbles",
@@ -40,10 +40,8 @@ def time_charts(runs: Sequence[Run]) -> list[Chart]:
     ]
 
 
-def _parts(run: Run, runs: Sequence[Run]) -> list[Chart]:
-    whole = run.curves.get("timing_s/step")
-    if whole is None:
-        return []
+def _parts(run: Run, runs: Sequence[Run]) -> Chart:
+    whole = run.curves["timing_s/step"]
     curves = {words: run.curves.get(f"timing_s/{name}") for name, words in _PARTS.items()}
     known = {words: _by_step(curve) for words, curve in curves.items() if curve is not None}
     rest = {
@@ -52,20 +50,18 @@ def _parts(run: Run, runs: Sequence[Run]) -> list[Chart]:
     }
     series = []
     for number, (words, part) in enumerate({**known, _REST: rest}.items()):
-        curve = thinned(Curve(steps=whole.steps, values=[part.get(step, 0.0) for step in whole.steps]))
-        if max(curve.values, default=0.0) > 0.005 * max(whole.values):  # others would be lines without a height
-            colour = f"part-{_colour_of(words, number)}"
-            series.append(Series(name=words, x=curve.steps, y=curve.values, colour=colour, kind="area"))
-    return [
-        Chart(
-            id=f"parts-{runs.index(run)}",
-            title=of_run("Time by part", run, runs),
-            caption="Seconds of each step, one part on top of the other. Parts below half a per cent of the longest step are left out.",
-            x_title=run.step_name,
-            y_title="seconds",
-            series=series,
-        )
-    ]
+        curve = Curve(steps=whole.steps, values=[part.get(step, 0.0) for step in whole.steps])
+        shown = series_of(words, curve, f"part-{_colour_of(words, number)}", "area")
+        if max(shown.y, default=0.0) > 0.005 * max(whole.values):  # others would be lines without a height
+            series.append(shown)
+    return Chart(
+        id=f"parts-{runs.index(run)}",
+        title=of_run("Time by part", run, runs),
+        caption="Seconds of each step, one part on top of the other. Parts below half a per cent of the longest step are left out.",
+        x_title=run.step_name,
+        y_title="seconds",
+        series=series,
+    )
 
 
 def _by_step(curve: Curve) -> dict[int, float]:

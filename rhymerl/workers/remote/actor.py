@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import policy_of
+from rhymerl.types import Autocast
 from rhymerl.version import __version__
 from rhymerl.workers.messages import Events, HostMessage
 from rhymerl.workers.remote.host import WorkerHost
@@ -34,7 +34,7 @@ class HostRecipe:
     engine: RolloutBackend
     drafter: Drafter
     budget: Budget | None
-    autocast: Callable[[], AbstractContextManager[object]]
+    autocast: Autocast
     history: Mapping[str, Any]  # arguments of the store
 
     @property

@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rhymerl.backends.base import Backend
 from rhymerl.workers.messages import Events, HostMessage, WeightSource
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Connection(ABC):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
@@ -23,9 +24,6 @@ from rhymerl.workers.remote.pool import WorkerPool
 from rhymerl.workers.run_ahead import RunAheadState, digest_of
 from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SLICE_S = 0.05  # between two looks of the coordinator
 _MEASURE_S = 10.0  # a worker may take as long to tell of its engine

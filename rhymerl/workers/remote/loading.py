@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rhymerl.backends.base import RolloutBackend
@@ -11,6 +11,7 @@ from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.models.copies import copy_weights
 from rhymerl.models.policy import Policy
+from rhymerl.types import Autocast
 from rhymerl.workers.messages import WeightSource
 
 
@@ -22,7 +23,7 @@ class EngineLoader:
     engine: RolloutBackend
     drafter: Drafter
     budget: Budget | None = None
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    autocast: Autocast = nullcontext
     _policy: Policy | None = None
 
     def __call__(self, source: WeightSource, version: int) -> RolloutBackend:

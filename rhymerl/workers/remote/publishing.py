@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
 
 from rhymerl.models.lora import LowRank, is_adapted, unmerged
 from rhymerl.models.sharding import GatheredTensors
 from rhymerl.workers.messages import WeightSource
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    Put = Callable[[Iterable[tuple[str, Tensor]]], WeightSource]
+Put = Callable[[Iterable[tuple[str, Tensor]]], WeightSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,15 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -24,7 +25,11 @@ from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.errors import BackendError, ConfigError, require_at_least
+from rhymerl.memory.base import EngineShape
+from rhymerl.memory.outline import ModelShape
+from rhymerl.models.policy import Policy
 from rhymerl.progress import counted
+from rhymerl.types import Autocast
 from rhymerl.version import __version__
 from rhymerl.workers.messages import Events, HostMessage, WeightSource
 from rhymerl.workers.remote.actor import HostRecipe, RayWorker
@@ -32,13 +37,6 @@ from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.cluster import answers, places, started_here, words_of
 from rhymerl.workers.remote.publishing import Publisher
 from rhymerl.workers.remote.ray_watcher import Watcher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.memory.base import EngineShape
-    from rhymerl.memory.outline import ModelShape
-    from rhymerl.models.policy import Policy
 
 _BUCKET_BYTES = 2**28
 _QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -243,12 +241,7 @@ class RayBackend(HostedBackend):
         return engine.memory(model, drafter, budget)
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")

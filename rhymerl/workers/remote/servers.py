@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.remote.client import NoAnswerError
@@ -18,18 +19,15 @@ from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
+from rhymerl.memory.base import Setup
 from rhymerl.models.copies import copy_weights, policy_of
+from rhymerl.models.policy import Policy
 from rhymerl.models.sharding import is_sharded
+from rhymerl.types import Autocast
 from rhymerl.workers.messages import WeightSource
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.threads import ThreadConnection, copied
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.memory.base import Setup
-    from rhymerl.models.policy import Policy
 
 _CLOSE_S = 10.0
 _AGAIN_S = 2.0  # between two looks for a server that was lost
@@ -140,12 +138,7 @@ class ServersBackend(HostedBackend):
         self.backend.share(None)
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         self._parts = PolicyCopies(policy), drafter, budget
         self.remembers = not isinstance(innermost(drafter), NoDrafter)

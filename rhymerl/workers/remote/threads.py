@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
@@ -18,17 +19,14 @@ from rhymerl.drafters.run_ahead import innermost, listens
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import twin_of
 from rhymerl.models.lora import is_adapted
+from rhymerl.models.policy import Policy
 from rhymerl.models.sharding import is_sharded
+from rhymerl.types import Autocast
 from rhymerl.workers.messages import Events, HostMessage, WeightSource
 from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.remote.loading import EngineLoader
 from rhymerl.workers.remote.publishing import Publisher
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rhymerl.models.policy import Policy
 
 _CLOSE_S = 10.0
 
@@ -110,12 +108,7 @@ class ThreadBackend(HostedBackend):
         self.connections: list[ThreadConnection] = []
 
     def start(
-        self,
-        policy: Policy,
-        drafter: Drafter,
-        *,
-        budget: Budget | None = None,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
         self._parts = _whole(policy), drafter, budget, autocast
         self._publisher = Publisher(policy.model, copied)

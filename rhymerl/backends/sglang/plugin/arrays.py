@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch
-
-if TYPE_CHECKING:
-    from rhymerl.types import BoolArray, IndexArray
+from rhymerl.types import BoolArray, IndexArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

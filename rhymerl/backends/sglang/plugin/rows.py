@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from rhymerl.backends.remote.wire import from_custom_params, noise_of, without_logprobs
-from rhymerl.types import Completion, FinishReason, RolloutRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from rhymerl.types import IntArray
-
+from rhymerl.types import Completion, FinishReason, IntArray, RolloutRequest, SamplingParams
 
 _ALL_TOKENS = 2**30  # SGLang's top-k that is off
 

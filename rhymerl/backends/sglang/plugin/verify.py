@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.speculative import eagle_utils, ngram_worker
+from torch import Tensor
 from torch.nn.functional import pad
 
 from rhymerl.backends.sglang.plugin import keyed
 from rhymerl.backends.sglang.plugin.names import WIDEST
 from rhymerl.backends.sglang.plugin.sampler import warn_once
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LOGPROBS = ("compute_spec_v2_logprobs", "compute_spec_logprobs")  # 0.5.17, 0.5.21
 
