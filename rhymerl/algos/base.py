@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-Need = Literal["proximal", "proximal_in_loss", "reference", "values", "final_values", "entropy_gradient"]
+Need = Literal["proximal", "proximal_in_loss", "reference", "divergence", "values", "final_values", "entropy_gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Batch:
     is_truncated: Tensor  # [B] bool, cut off at its limit
     turn_rewards: Tensor | None = None  # [B, T] the part of `rewards` that turns earned, at their last tokens
     proximal_logprobs: Tensor | None = None  # [B, T] before the first update; None: as behaviour
-    reference_logprobs: Tensor | None = None  # [B, T] of the policy that the run started from
+    reference_logprobs: Tensor | None = None  # [B, T] of the policy that the run started from, or a teacher
     values: Tensor | None = None  # [B, T] the critic's, in front of each token, before the first update
     final_values: Tensor | None = None  # [B] the critic's, behind the last token
     divergence: Tensor | None = None  # [B] nats from the reference, of an answer's trained tokens
@@ -92,6 +92,7 @@ class PolicyOutput:
     logprobs: Tensor  # [B, T] log_softmax(logits / temperature), with gradient
     entropy: Tensor  # [B, T] with gradient only for an algorithm that trains it
     values: Tensor | None = None  # [B, T] of the critic, with gradient
+    divergence: Tensor | None = None  # [B, T] KL(policy || reference) over all tokens, with gradient
 
 
 class Algorithm(ABC):
@@ -115,11 +116,27 @@ class Algorithm(ABC):
 
         Most take forward passes over all samples before the first update. `proximal` are the `old_logprobs`,
         `proximal_in_loss` too where only the loss reads them: if a step has only one update, that update's own pass
-        says what they are. `reference` makes the run keep a frozen copy of the policy, `values` a critic;
-        `final_values` is for algorithms that need `values`, whose pass finds both. With `entropy_gradient` the loss has
-        one through `output.entropy`.
+        says what they are. `reference` makes the run keep a frozen copy of the policy, or a teacher, `values` a critic;
+        `final_values` is for algorithms that need `values`, whose pass finds both. `divergence` has the reference
+        computed in the loss, for `output.divergence`. With `entropy_gradient` the loss has one through
+        `output.entropy`.
         """
         return frozenset()
+
+    @property
+    def reads_reference(self) -> bool:
+        """Return whether the run has to have a reference."""
+        return bool(self.needs & {"reference", "divergence"})
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Return whether this reference has to be another model than the policy that the run started from."""
+        return False
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Return whether a run needs rewards, and a sample without one teaches nothing."""
+        return True
 
     def prepare(self, batch: Batch) -> Batch:
         """Return the batch with `advantages`, and with `returns` for a critic; on the CPU, once a step on every rank.

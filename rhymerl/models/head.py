@@ -6,6 +6,7 @@ N = tokens, H = hidden, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -20,6 +21,20 @@ from rhymerl.models.sharding import is_sharded
 _LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceHead:
+    """What a reference, which has no gradient, says of the same tokens."""
+
+    hidden: Tensor  # [N, its own H]
+    head: nn.Module
+    transform: LogitTransform
+
+    @torch.no_grad()
+    def logprobs(self, temperature: float, kept: KeptTokens | None, part: slice) -> Tensor:
+        """Return the log-probs of all tokens in front of those in `part`, [n, V]."""
+        return _log_softmax(self.head(self.hidden[part]), temperature, self.transform, kept, part)
+
+
 def head_logprobs(
     hidden: Tensor,
     head: nn.Module,
@@ -30,25 +45,26 @@ def head_logprobs(
     kept_bytes: int = 0,
     transform: LogitTransform = PLAIN,
     kept: KeptTokens | None = None,
-) -> tuple[Tensor, Tensor]:
+    reference: ReferenceHead | None = None,
+) -> tuple[Tensor, ...]:
     """Return each target's log-prob and the entropy there, [N] and [N], with gradients, from states [N, H].
 
     Both are over `kept` (None: all tokens), in float32 or better. For a linear head, at most three chunks of logits are
     held at a time, one more where they are capped and one where some are kept, and its gradient is added up in one
     place. All log-probs are held where they are no more than `kept_bytes`; else the backward pass computes them again.
+    With a `reference` there is also the divergence from it, [N], and some more chunks are held at a time.
     """
-    if is_linear(head):
+    if reference is None and is_linear(head):
         dtype = _product_dtype(hidden, head.weight)
         found: tuple[Tensor, Tensor] = _Linear.apply(
             hidden, head.weight, head.bias, targets, temperature, chunk_tokens, kept_bytes, dtype, transform, kept
         )  # type: ignore[no-untyped-call]
         return found
     parts = [
-        checkpoint(_of_chunk, hidden, head, targets, temperature, transform, kept, part, use_reentrant=False)
+        checkpoint(_of_chunk, hidden, head, targets, temperature, transform, kept, reference, part, use_reentrant=False)
         for part in _slices(len(hidden), chunk_tokens)
     ]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def is_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
@@ -239,7 +255,17 @@ def _of_chunk(
     temperature: float,
     transform: LogitTransform,
     kept: KeptTokens | None,
+    reference: ReferenceHead | None,
     part: slice,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     everything = _log_softmax(head(hidden[part]), temperature, transform, kept, part)
-    return _chosen(everything, targets[part]), _entropy(everything)
+    found = _chosen(everything, targets[part]), _entropy(everything)
+    if reference is None:
+        return found
+    return *found, _divergence(everything, reference.logprobs(temperature, kept, part))
+
+
+def _divergence(everything: Tensor, others: Tensor) -> Tensor:
+    """Return the sum of p (log p - log q) of each line: [N, V] -> [N]; tokens that were not kept count nothing."""
+    gap = (everything - others).masked_fill(everything.isneginf(), 0)
+    return (everything.clamp(min=_LEAST).exp() * gap).sum(-1)

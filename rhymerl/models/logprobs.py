@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.decoder import decoder_of
-from rhymerl.models.head import chosen_logprobs, head_logprobs
+from rhymerl.models.head import ReferenceHead, chosen_logprobs, head_logprobs
 from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
@@ -161,10 +161,13 @@ def policy_output(
     temperature: float,
     chunk_tokens: int | None = None,
     critic: Callable[[TokenBatch, Tensor], Tensor] | None = None,
+    reference: PreTrainedModel | None = None,
     trains_policy: bool = True,
     trains_entropy: bool = False,
 ) -> PolicyOutput:
-    """Return the response tokens' log-probs and entropy, [B, T] with zeros in the padding; values with a `critic`.
+    """Return the response tokens' log-probs and entropy, [B, T] with zeros in the padding.
+
+    With a `critic` there are values, and with a `reference` the divergence from it over the vocabulary.
 
     log_softmax(logits / temperature) over the batch's `kept` tokens, in float32 or better; temperature 0 uses 1. The
     critic gets the batch and the policy's hidden states, [N, H], and returns [N]. Without `trains_policy` only values
@@ -172,13 +175,20 @@ def policy_output(
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
         kept_bytes = _KEPT_BYTES if chunk_tokens is None and model.device.type == "cpu" else 0
-        in_chunks = partial(head_logprobs, kept_bytes=kept_bytes)
-        hidden, (logprobs, entropy) = _states_and(in_chunks, model, batch, temperature, chunk_tokens)
+        other = None if reference is None else _reference_head(reference, batch)
+        in_chunks = partial(head_logprobs, kept_bytes=kept_bytes, reference=other)
+        hidden, (logprobs, entropy, *divergence) = _states_and(in_chunks, model, batch, temperature, chunk_tokens)
     return PolicyOutput(
         logprobs=batch.scatter(logprobs),
         entropy=batch.scatter(entropy if trains_entropy else entropy.detach()),
         values=None if critic is None else batch.scatter(critic(batch, hidden)),
+        divergence=batch.scatter(divergence[0]) if divergence else None,
     )
+
+
+@torch.no_grad()
+def _reference_head(model: PreTrainedModel, batch: TokenBatch) -> ReferenceHead:
+    return ReferenceHead(hidden=hidden_states(model, batch), head=_head(model), transform=transform_of(model))
 
 
 def token_logprobs(

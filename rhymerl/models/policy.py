@@ -133,7 +133,8 @@ class Policy:
 def named(model: PreTrainedModel) -> str:
     """Return how an error message names a model: by the setting that it came from, and its class."""
     path = model.name_or_path
-    return f"model.path={path!r} ({type(model).__name__})" if path else f"model.init ({type(model).__name__})"
+    setting = getattr(model, "setting", "model")  # another one's says which it is
+    return f"{setting}.path={path!r} ({type(model).__name__})" if path else f"{setting}.init ({type(model).__name__})"
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _MOST_ROWS = 12
 _CURVES = ("reward", "completions/mean_length", "kl", "entropy")
 # What is shown of the settings. Classes of the user's own are named only: their arguments may be addresses or keys.
 _SECTIONS = (
-    *("seed", "deterministic", "algo", "critic", "adapter", "update", "rollout", "evaluation", "task"),
+    *("seed", "deterministic", "algo", "critic", "teacher", "adapter", "update", "rollout", "evaluation", "task"),
     *("history", "drafter", "budget", "scheduler", "run_ahead", "max_staleness", "workers"),
 )
 _OWN = "rhymerl."

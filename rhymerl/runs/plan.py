@@ -27,7 +27,7 @@ from rhymerl.memory.traffic import num_backwards, traffic
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logits import num_embeddings
 from rhymerl.models.logprobs import usual_chunk_tokens
-from rhymerl.models.policy import PolicySource, context_tokens, frozen
+from rhymerl.models.policy import PolicySource, context_tokens
 from rhymerl.report.printing import print_table, say
 from rhymerl.rollout import RolloutSettings
 from rhymerl.training.checks import check_algorithm
@@ -35,6 +35,7 @@ from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.fsdp2 import NAME, FSDP2Strategy, check_replicas
 from rhymerl.training.memory import make_setup
 from rhymerl.training.settings import UpdateSettings
+from rhymerl.training.teacher import TeacherSettings
 from rhymerl.training.trainer import check_precision, refuse_engine_in_rank
 from rhymerl.workers import backend_of_workers
 
@@ -79,6 +80,7 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
     evaluation = instantiate(parts["evaluation"], key="evaluation", default=EvaluationSettings)
     backend: Backend = backend_of_workers(instantiate(parts["backend"], key="backend", default=EmbeddedBackend))
     critic: CriticSettings = instantiate(parts["critic"], key="critic", default=CriticSettings)
+    teacher: TeacherSettings = instantiate(parts["teacher"], key="teacher", default=TeacherSettings)
     check_algorithm(algo, rollout=rollout, update=update, backend=backend)
     precision = _precision(trainer.get("precision"))
     layout = _layout(trainer)
@@ -104,7 +106,7 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
     return make_setup(
         model,
         critic.outline(model) if "values" in algo.needs else None,
-        reference=frozen(model) if "reference" in algo.needs else None,
+        reference=teacher.outline(model, algo),
         layout=layout,
         precision=precision,
         algo=algo,

@@ -18,13 +18,13 @@ _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many sma
 _READS_A_TOKEN = 16  # tokens whose keys and values, copied, take the memory of all that is kept of one
 
 
-def step_batch(samples: Sequence[Sample]) -> Batch:
-    """Return all samples of a step, in the host's memory; no token is trained of those without a reward."""
+def step_batch(samples: Sequence[Sample], *, needs_rewards: bool = True) -> Batch:
+    """Return all samples of a step, in the host's memory; no token is trained of those without a reward they need."""
     width = max(map(len, samples))
     shape = (len(samples), width)
     mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape)
     for i, sample in enumerate(samples):
-        mask[i, : len(sample)] = sample.loss_mask & sample.has_reward
+        mask[i, : len(sample)] = sample.loss_mask & (sample.has_reward or not needs_rewards)
         logprobs[i, : len(sample)] = sample.completion.logprobs
     number: dict[str, int] = {}
     completions = [sample.completion for sample in samples]

@@ -79,13 +79,22 @@ class FSDP2Strategy(ModelParallelStrategy):
         policy, critic = module.model, module.critic
         if is_sharded(policy):
             return
+        if "divergence" in module.algo.needs:
+            raise ConfigError(
+                "algo.over=vocabulary with trainer.strategy=fsdp2: the loss would read the teacher's head, of which each rank has a "
+                "part; expected algo.over=sampled, or another strategy"
+            )
         reference = module.reference if module.reference is not policy else None
         body = critic.body if critic is not None else None
         models = list(filter(None, (policy, reference, body)))
+        is_teacher = module.teacher.path is not None  # whose weights are there
         late = [each for each in (module.policy, critic) if each is not None and each.weights is not None]
         if module.policy not in late:
             self._check_equal(fingerprint(policy if late else module))
-        fillers = [self._filler(each, critic if each is body else module.policy) for each in models]
+        fillers = [
+            None if each is reference and is_teacher else self._filler(each, critic if each is body else module.policy)
+            for each in models
+        ]
         self.precision_plugin.convert_module(module)
         if reference is not None:  # which is no part of the module that has just been cast
             nn.Module.to(reference, policy.dtype)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rhymerl.algos.base import Algorithm
 from rhymerl.data import PromptDataModule, PromptLoader
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, did_you_mean
@@ -38,17 +39,22 @@ class RewardTrial:
 
 
 def checked_rewards(
-    rewards: Any, datamodule: PromptDataModule, *, evaluation: EvaluationSettings, environment: object = None
+    rewards: Any,
+    datamodule: PromptDataModule,
+    *,
+    evaluation: EvaluationSettings,
+    algo: Algorithm,
+    environment: object = None,
 ) -> list[Reward]:
     """Return the reward functions: `rewards`, else the task's, else the sum of an `environment`'s turn rewards.
 
-    Raises ConfigError for none; see `check_reward` and `check_evaluation`.
+    Raises ConfigError for none with an `algo` that learns from them; see `check_reward` and `check_evaluation`.
     """
     refuse_lost(rewards=rewards)
     task_reward = datamodule.task.reward if datamodule.task is not None else None
     default = turn_rewards if task_reward is None and environment is not None else task_reward
     built = build_rewards(rewards if rewards is not None else default)
-    if not built:
+    if not built and algo.learns_from_rewards:
         raise ConfigError(
             "rewards=null: name at least one reward function (or a task or environment, which bring their own)"
         )

@@ -11,7 +11,7 @@ from rhymerl.models.policy import PolicySource
 from rhymerl.rewards import plain_rewards
 
 _LOST = "_lost_"
-_PARTS = ("algo", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
+_PARTS = ("algo", "teacher", "rollout", "update", "evaluation", "drafter", "budget", "history", "scheduler", "backend")
 _PLAIN = ("run_ahead", "max_staleness", "reward_workers", "environment_workers", "seed")
 
 

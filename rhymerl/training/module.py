@@ -33,7 +33,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.critic import Critic, CriticSettings
 from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.lora import check_adapters, in_full_precision
-from rhymerl.models.policy import Policy, PolicySource, frozen
+from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.models.sharding import is_sharded
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
@@ -52,6 +52,7 @@ from rhymerl.training.memory import setup_of
 from rhymerl.training.offload import offload
 from rhymerl.training.settings import Rates, UpdateSettings
 from rhymerl.training.state import Resumed, check_base, load_state, state_of
+from rhymerl.training.teacher import TeacherSettings
 from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.training.trainer import (
     datamodule_of,
@@ -84,6 +85,7 @@ class RhymeModule(L.LightningModule):
         algo: Algorithm | Node | None = None,
         *,
         critic: CriticSettings | Node | None = None,
+        teacher: TeacherSettings | Node | None = None,
         rollout: RolloutSettings | Node | None = None,
         update: UpdateSettings | Node | None = None,
         evaluation: EvaluationSettings | Node | None = None,
@@ -106,11 +108,12 @@ class RhymeModule(L.LightningModule):
         require_at_least({"reward_workers": (reward_workers, 1), "environment_workers": (environment_workers, 1)})
         require_at_least({"workers": (1 if workers is None else workers, 1)})
         self.automatic_optimization = False
-        refuse_lost(model=model, algo=algo, critic=critic, rollout=rollout, update=update, evaluation=evaluation)
+        refuse_lost(model=model, algo=algo, critic=critic, teacher=teacher, rollout=rollout, update=update)
         refuse_lost(drafter=drafter, budget=budget, history=history, scheduler=scheduler, backend=backend)
-        refuse_lost(environment=environment)
+        refuse_lost(evaluation=evaluation, environment=environment)
         self.algo: Algorithm = instantiate(algo, key="algo", default=GRPO, kind=Algorithm)
         self.critic_settings: CriticSettings = instantiate(critic, key="critic", default=CriticSettings)
+        self.teacher: TeacherSettings = instantiate(teacher, key="teacher", default=TeacherSettings)
         self.rollout: RolloutSettings = instantiate(rollout, key="rollout", default=RolloutSettings)
         self.update: UpdateSettings = instantiate(update, key="update", default=UpdateSettings)
         self.evaluation: EvaluationSettings = instantiate(evaluation, key="evaluation", default=EvaluationSettings)
@@ -123,9 +126,7 @@ class RhymeModule(L.LightningModule):
         self.run_ahead: RunAhead = run_ahead
         self.max_staleness, self.workers = max_staleness, workers
         self.rewards = instantiate(rewards, key="rewards")
-        self.reward_workers = reward_workers
-        self.environment_workers = environment_workers
-        self.seed = seed
+        self.reward_workers, self.environment_workers, self.seed = reward_workers, environment_workers, seed
         check_algorithm(self.algo, rollout=self.rollout, update=self.update, backend=self.backend)
         source = PolicySource(model) if isinstance(model, str) else instantiate(model, key="model")
         self.policy: Policy = source.load() if isinstance(source, PolicySource) else source
@@ -149,7 +150,7 @@ class RhymeModule(L.LightningModule):
         self._rewards: list[Reward] = []
         self._trial = RewardTrial()
         # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
-        object.__setattr__(self, "reference", frozen(self.model) if "reference" in self.algo.needs else None)
+        object.__setattr__(self, "reference", self.teacher.reference(self.policy, self.algo))
         has_values = "values" in self.algo.needs
         self.critic: Critic | None = self.critic_settings.build(self.policy, seed=seed) if has_values else None
         self._rates: Rates | None = None
@@ -185,12 +186,14 @@ class RhymeModule(L.LightningModule):
         self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
             self.critic.check(longest)
-        self._rewards = checked_rewards(self.rewards, datamodule, evaluation=self.evaluation, environment=environment)
+        given: Any = {"algo": self.algo, "evaluation": self.evaluation, "environment": environment}
+        self._rewards = checked_rewards(self.rewards, datamodule, **given)
         if self.rollout.skip_special_tokens:
             check_tags(self._rewards, self.policy)
         self._trial.run(self._rewards, datamodule)
         self.update.check(self.model, longest)
-        self._prove = partial(self.update.prove, self.model, longest, critic=self.critic)
+        teacher = self.teacher.check(self.reference, longest)
+        self._prove = partial(self.update.prove, self.model, longest, critic=self.critic, teacher=teacher)
         if self.policy.weights is None and not is_sharded(self.model):  # else it was proven while whole, or will be
             self._shares_prefixes = self._prove()
 
@@ -314,7 +317,8 @@ class RhymeModule(L.LightningModule):
         self._loop.sync_weights(self.policy.named_weights(), policy_version=step)
         loader = datamodule_of(self.trainer).train_dataloader()
         epoch = self.first_epochs["train"] + loader.epoch
-        following = None if self._is_last_step else loader.peek().prompts
+        is_last = self.trainer.global_step + self.update.optimizer_steps >= self._num_optimizer_steps
+        following = None if is_last else loader.peek().prompts
         result = self._loop.run(
             batch.prompts, step, self.rollout, epoch=epoch, following=following, replacements=loader.replacements()
         )
@@ -349,10 +353,6 @@ class RhymeModule(L.LightningModule):
     def decode(self, token_ids: Any) -> str:
         """Return the text of an answer, as rewards get it."""
         return self.policy.decode(token_ids, skip_special_tokens=self.rollout.skip_special_tokens)
-
-    @property
-    def _is_last_step(self) -> bool:
-        return self.trainer.global_step + self.update.optimizer_steps >= self._num_optimizer_steps
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

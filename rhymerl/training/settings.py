@@ -81,19 +81,34 @@ class UpdateSettings:
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
             )
 
-    def prove(self, model: PreTrainedModel, longest_tokens: int, *, critic: Critic | None = None) -> bool:
+    def prove(
+        self,
+        model: PreTrainedModel,
+        longest_tokens: int,
+        *,
+        critic: Critic | None = None,
+        teacher: PreTrainedModel | None = None,
+    ) -> bool:
         """Return `shares`. Raises ConfigError if the update computes another model; a collective if sharded."""
-        prove_update(model)
-        return self.shares(model, longest_tokens, critic=critic)
+        for each in filter(None, (model, teacher)):
+            prove_update(each)
+        return self.shares(model, longest_tokens, critic=critic, teacher=teacher)
 
-    def shares(self, model: PreTrainedModel, longest_tokens: int, *, critic: Critic | None = None) -> bool:
+    def shares(
+        self,
+        model: PreTrainedModel,
+        longest_tokens: int,
+        *,
+        critic: Critic | None = None,
+        teacher: PreTrainedModel | None = None,
+    ) -> bool:
         """Return whether shared prefixes are computed once; say why not, if `share_prefixes` is set.
 
-        The model has to allow it, and so does a critic with a backbone. A dropout would leave out the same of a prompt
-        for all of its answers.
+        The model has to allow it, and so do a teacher and a critic with a backbone. A dropout would leave out the same
+        of a prompt for all of its answers.
         """
         body = critic.body if critic is not None else None
-        for each in [model, *([body] if body is not None else [])] if self.share_prefixes else []:
+        for each in filter(None, (model, teacher, body)) if self.share_prefixes else ():
             reason = (
                 "it has a dropout" if is_random(each) else prove_sharing(decoder_of(each), longest_tokens, model=each)
             )

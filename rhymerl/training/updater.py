@@ -28,7 +28,7 @@ from rhymerl.models.sharding import call, is_sharded, sum_replicas, whole
 from rhymerl.models.shared_prefixes import sharing
 from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import passes_of, step_batch
-from rhymerl.training.passes import over_samples
+from rhymerl.training.passes import Work, over_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample
 
@@ -98,10 +98,11 @@ class Updater:
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         """Run all mini-batches of the step, in an order that follows from (seed, step); returns metrics.
 
-        Samples without a reward are left out; where none has one, nothing is trained. This is a collective: every rank
-        gives all samples of the step in the same order. All get the same metrics but for times.
+        Samples without a reward that they need are left out; where none has one, nothing is trained. A collective:
+        every rank gives all samples of the step in the same order. All get the same metrics but for times.
         """
-        counted = [i for i, sample in enumerate(samples) if sample.has_reward] or range(len(samples))
+        needs_none = not self.algorithm.learns_from_rewards
+        counted = [i for i, each in enumerate(samples) if needs_none or each.has_reward] or range(len(samples))
         self._places = {i: place for place, i in enumerate(counted)}
         with self._attention(), without_cudnn_attention():
             return self._run([samples[i] for i in counted], step, optimizer, schedule)
@@ -154,7 +155,7 @@ class Updater:
 
     def _prepared(self, samples: Sequence[Sample], step: int, times: dict[str, float]) -> Batch:
         """Return the step's batch with all that the algorithm needs, and its advantages."""
-        batch = step_batch(samples)
+        batch = step_batch(samples, needs_rewards=self.algorithm.learns_from_rewards)
         for need, (column, name) in _PASSES.items():
             asked = self._asked(need, samples, step)
             if asked:
@@ -195,7 +196,8 @@ class Updater:
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
         """Return what a pass over all samples finds for a `need`, [B, T]."""
-        work = {"proximal": self._proximal, "reference": self._of_reference, "values": self._values}[need]
+        proximal: Work = partial(self._logprobs, self.model)
+        work = {"proximal": proximal, "reference": self._of_reference, "values": self._values}[need]
         models = [model for model in (self.model, self.reference, self.critic) if model is not None]
         with ExitStack() as modes:
             for model in models:
@@ -214,9 +216,6 @@ class Updater:
     @property
     def _values_behind(self) -> bool:
         return "final_values" in self.algorithm.needs
-
-    def _proximal(self, tokens: TokenBatch) -> Tensor:
-        return self._logprobs(self.model, tokens)
 
     def _of_reference(self, tokens: TokenBatch) -> Tensor:
         assert self.reference is not None, "an algorithm that needs a reference gets one"
@@ -310,6 +309,7 @@ class Updater:
                 temperature=self.temperature,
                 chunk_tokens=self.settings.chunk_tokens,
                 critic=self.critic,
+                reference=self.reference if "divergence" in self.algorithm.needs else None,
                 trains_policy=work.trains_policy,
                 trains_entropy="entropy_gradient" in self.algorithm.needs,
             )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO
@@ -123,6 +124,7 @@ def run_update(
     draws_exactly: bool = False,
     shares_prefixes: bool = False,
     mesh: DeviceMesh | None = None,
+    teacher: PreTrainedModel | None = None,
     **settings: float,
 ) -> tuple[nn.ModuleDict, dict[str, float]]:
     """Train on the same samples as `steps` rollout steps in a row, from the same model.
@@ -136,7 +138,7 @@ def run_update(
     trained = nn.ModuleDict({"model": model})
     if critic is not None:
         trained["critic"] = critic.build(first_policy(dropout), seed=2)
-    reference = first_policy(dropout).model if "reference" in made.needs else None
+    reference = (teacher or first_policy(dropout).model) if made.reads_reference else None
     if mesh is not None:
         reference = copy.deepcopy(reference)
         for each in (model, reference, trained["critic"].body if critic is not None else None):
