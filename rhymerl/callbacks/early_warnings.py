@@ -17,6 +17,7 @@ from rhymerl.callbacks.equal_rewards import all_left_out, equal_rewards
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import Rollout
 from rhymerl.training.checks import has_stop
+from rhymerl.types import Sample
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Recent:
     runs_ahead: bool = False  # whether workers may begin the next step
     failing: Sequence[str] = ()  # sentences about rewards that failed in the last WINDOW steps
     left_out: Sequence[bool] = ()  # of these steps: whether all answers were cut off and left out of the loss
+    leaves_one: bool = False  # whether truncation left a single token everywhere in the latest step
     algo: Any = None
     has_stop: bool = True  # whether any token ends an answer
 
@@ -119,6 +121,16 @@ def truncation(recent: Recent) -> str | None:
     }
     advice = [does for name, does in instead.items() if not getattr(recent.algo, name, None)]
     return f"{words}Raise it{'; where answers ramble, ' if advice else ''}{', and '.join(advice)}"
+
+
+def one_token_left(recent: Recent) -> str | None:
+    """Return a warning if truncation leaves nothing to choose from, so that no probability has a gradient."""
+    if not recent.leaves_one:
+        return None
+    return (
+        "truncation left a single token to sample from everywhere. Over that alone its probability is 1 whatever the policy says, so nothing "
+        "is learned: raise rollout.top_k or rollout.top_p, or lower rollout.min_p"
+    )
 
 
 def calls_fail(recent: Recent) -> str | None:
@@ -203,6 +215,7 @@ RULES: Sequence[Rule] = (
     all_rewards_alike,
     most_rewards_alike,
     truncation,
+    one_token_left,
     kl_grows,
     acceptance_falls,
     replies_awaited,
@@ -232,6 +245,8 @@ class EarlyWarnings(L.Callback):
         if rollout is None or not trainer.is_global_zero:
             return
         metrics = {name: float(trainer.callback_metrics[name]) for name in _WATCHED if name in trainer.callback_metrics}
+        if not pl_module.algo.learns_from_rewards:
+            metrics["frac_reward_zero_std"] = 0.0  # equal ones are none to be warned of
         for name, value in metrics.items():
             self._metrics[name].append(value)
         share = metrics["frac_reward_zero_std"]
@@ -245,6 +260,7 @@ class EarlyWarnings(L.Callback):
             runs_ahead=pl_module.run_ahead != "off",
             failing=sum(self._failures, Failures()).sentences(),
             left_out=list(self._left_out),
+            leaves_one=leaves_one(rollout.samples),
             algo=pl_module.algo,
             has_stop=has_stop(pl_module.policy, pl_module.rollout),
         )
@@ -258,6 +274,12 @@ class EarlyWarnings(L.Callback):
             self._warned_at[rule] = step
             self.latest.append(words)
             _LOG.warning("step %d: %s", step, words)
+
+
+def leaves_one(samples: Sequence[Sample]) -> bool:
+    """Return whether truncation has left a single token wherever one was sampled, as far as the engine has noted it."""
+    kept = [(sample.completion.output.kept, sample.loss_mask) for sample in samples]
+    return all(sets is not None and bool((sets.counts[mask] == 1).all()) for sets, mask in kept)
 
 
 def idle_of(rollout: Rollout) -> dict[int, float]:

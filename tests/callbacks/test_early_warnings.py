@@ -24,13 +24,18 @@ from rhymerl.callbacks.early_warnings import (
     calls_fail,
     idle_of,
     kl_grows,
+    leaves_one,
     most_rewards_alike,
+    one_token_left,
     replies_awaited,
     truncation,
     workers_idle,
 )
 from rhymerl.rollout import Rollout
+from rhymerl.testing import tiny_policy
 from tests.callbacks.test_histograms import answer
+from tests.engine.test_grid import sample
+from tests.training.test_replay import sampled
 
 ACCEPTED, BUBBLES, CLIPPED, EQUAL, KL = (
     *("rollout/spec_accept_length", "rollout/bubble_frac", "completions/clipped_ratio"),
@@ -221,6 +226,16 @@ def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCapture
         told += [step] if callback.latest else []
     assert told == [5, 13, 21]
     assert [message.partition(":")[0] for message in caplog.messages] == ["step 5", "step 13", "step 21"]
+
+
+@pytest.mark.parametrize(
+    ("left", "is_one"), [({"top_k": 1}, True), ({"top_p": 1e-9}, True), ({"top_k": 2}, False), ({}, False)]
+)
+def test_truncation_that_leaves_one_token_is_warned_of(left: dict[str, Any], is_one: bool) -> None:
+    samples = [sample(completion) for completion in sampled(tiny_policy(), count=3, **left).values()]
+    assert leaves_one(samples) is is_one
+    found = one_token_left(recent(metrics={}, leaves_one=is_one))
+    assert ("so nothing is learned" in (found or "")) is is_one
 
 
 def test_a_worker_is_idle_where_it_does_not_decode_for_training() -> None:
