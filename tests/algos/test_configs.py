@@ -13,6 +13,7 @@ from rhymerl.config import compose, instantiate
 from rhymerl.config.files import packaged_directory
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
+from rhymerl.training.teacher import TeacherSettings
 
 CONFIGS = sorted(path.stem for path in packaged_directory().glob("algo/*.yaml"))
 SWITCHES = [
@@ -33,12 +34,15 @@ def distinct_letters(completion: str) -> float:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("overrides", [*([f"algo={name}"] for name in CONFIGS), *SWITCHES], ids="+".join)
-def test_it_trains(overrides):
+def test_it_trains(overrides, tmp_path):
     policy = tiny_policy(dtype="float32")
+    tiny_policy(dtype="float32", seed=1).save(tmp_path)
+    algo = instantiate(compose("base", overrides).algo)
     before = [parameter.detach().clone() for parameter in policy.model.parameters()]
     module = RhymeModule(
         policy,
-        instantiate(compose("base", overrides).algo),
+        algo,
+        teacher=TeacherSettings(path=str(tmp_path) if algo.needs_teacher else None),
         rollout=RolloutSettings(group_size=3, max_tokens=6, stop_token_ids=(3, 5, 7, 9, 11, 13)),
         update=UpdateSettings(learning_rate=1e-3, mini_batches=2),
         rewards=Reward(distinct_letters, where="main"),
