@@ -102,8 +102,12 @@ def in_words(annotation: Any) -> str:
     if kind in _SEQUENCES:
         return f"list of {in_words(arguments[0])}" if arguments and arguments[0] is not Any else "list"
     if _is_class(kind):
-        return f"a {kind.__name__} (a mapping whose _target_ names its class)"
+        return f"{_one_of(kind)} (a mapping whose _target_ names its class)"
     return getattr(kind, "__name__", str(kind))
+
+
+def _one_of(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -189,5 +193,5 @@ def _fit_class(value: Any, kind: type) -> Any:
         raise Misfit(value, in_words(kind))
     target = import_target(value["_target_"], setting="_target_")
     if isinstance(target, type) and not issubclass(target, kind):
-        raise Misfit(value["_target_"], f"a {kind.__name__}, which {target.__name__} is not")
+        raise Misfit(value["_target_"], f"{_one_of(kind)}, which {target.__name__} is not")
     return value

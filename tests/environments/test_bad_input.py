@@ -77,7 +77,7 @@ def fit(
         ("plain", f"environment=tools environment.tools=[{TOOLS}.ad]", f"environment.tools='{TOOLS}.ad': "),
         ("plain", f"environment={WORLDS}.NeedsAddress", "environment.address: required, but not set"),
         ("plain", f"environment={WORLDS}.Nothing", f"environment='{WORLDS}.Nothing'"),
-        ("plain", f"environment={TOOLS}.Counter", f"environment='{TOOLS}.Counter': expected a Environment, which Counter is not"),
+        ("plain", f"environment={TOOLS}.Counter", f"environment='{TOOLS}.Counter': expected an Environment, which Counter is not"),
         ("plain", f"environment={WORLDS}.Counts rollout.max_turns=0", "rollout.max_turns=0: expected at least 1"),
         ("plain", f"environment={WORLDS}.Counts rollout.max_turn_tokens=0", "rollout.max_turn_tokens=0: expected at least 1"),
         ("plain", f"environment={WORLDS}.Counts rollout.reply_timeout_s=0", "rollout.reply_timeout_s=0.0: expected more than 0 seconds"),
