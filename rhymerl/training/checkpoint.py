@@ -18,7 +18,7 @@ from torch import Tensor
 from rhymerl.errors import ConfigError
 from rhymerl.training import shards
 
-FORMAT = 3  # of what a RhymeModule keeps in a checkpoint
+FORMAT = 4  # of what a RhymeModule keeps in a checkpoint
 
 _END = struct.Struct("<4s16xH")  # of a zip file: its signature and the length of the comment behind it
 _END_SIGNATURE = b"PK\5\6"

@@ -30,7 +30,7 @@ from rhymerl.environments.base import Environment
 from rhymerl.environments.build import environment_of, prepared
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
-from rhymerl.models.critic import Critic, CriticSettings
+from rhymerl.models.critic import CriticSettings
 from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.lora import check_adapters, in_full_precision
 from rhymerl.models.policy import Policy, PolicySource
@@ -151,10 +151,10 @@ class RhymeModule(L.LightningModule):
         self._trial = RewardTrial()
         # Now: later a checkpoint may have been loaded, and the reference is the policy that the module was given.
         object.__setattr__(self, "reference", self.teacher.reference(self.policy, self.algo))
-        has_values = "values" in self.algo.needs
-        self.critic: Critic | None = self.critic_settings.build(self.policy, seed=seed) if has_values else None
+        self.critic = self.critic_settings.build(self.policy, seed=seed) if "values" in self.algo.needs else None
         self._rates: Rates | None = None
         self.base_fingerprint = fingerprint(self.model) if self.policy.weights is None else None  # that comes with them
+        self.teacher_fingerprint = self.teacher.fingerprint(self.reference)
         self.save_hyperparameters(arguments_of(self, source))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RhymeModule:

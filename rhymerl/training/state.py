@@ -27,6 +27,7 @@ class Module(Protocol):
     """The parts of a RhymeModule that have a state, beside the names in `_COUNTS`."""
 
     base_fingerprint: str | None  # None of weights that are not there yet
+    teacher_fingerprint: str | None  # None without a teacher
     policy: Policy
 
     @property
@@ -52,6 +53,7 @@ def state_of(module: Module, loop: Learner | None, ranks: Ranks) -> dict[str, An
         "scheduler": module.scheduler.state_dict(),
         "classes": {name: _class_of(getattr(module, name)) for name in _PARTS},
         "base_fingerprint": module.base_fingerprint,
+        "teacher_fingerprint": module.teacher_fingerprint,
         "budgets": ranks.gather(module.budget.state_dict()),
         "loop": loop.state_dict() if loop is not None else None,
         "policy_files": module.policy.files(),
@@ -109,11 +111,15 @@ def _class_of(part: Learner) -> str:
 
 
 def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError unless the module was given the weights that the checkpoint's run has started from."""
+    """Raise ConfigError unless the module was given the weights of the checkpoint's run: the first, and a teacher's."""
     if None not in (found := {state["base_fingerprint"], module.base_fingerprint}) and len(found) > 1:
         raise ConfigError(
             f"{where}: its run started from other weights than those of model.path or model.init (as model.dtype, and with the "
             "adapter's seed); a resumed run keeps its base model, which is what the KL divergence is measured from"
+        )
+    if state["teacher_fingerprint"] != module.teacher_fingerprint:
+        raise ConfigError(
+            f"{where}: its run had another teacher than that of teacher.path; a resumed run keeps its teacher"
         )
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm
 from rhymerl.errors import ConfigError
+from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.logits import num_tokens
 from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens, frozen
 from rhymerl.models.rope import refuse_changing_rope
@@ -38,6 +39,10 @@ class TeacherSettings:
         vars(teacher.model)["setting"] = "teacher"
         model: PreTrainedModel = teacher.model.requires_grad_(False).eval()
         return model
+
+    def fingerprint(self, reference: PreTrainedModel | None) -> str | None:
+        """Return that of the teacher's weights, by which a resumed run knows it again; None without a teacher."""
+        return None if self.path is None or reference is None else fingerprint(reference)
 
     def outline(self, model: PreTrainedModel, algo: Algorithm) -> PreTrainedModel | None:
         """Return it without content, for a policy without content: see `PolicySource.outline`."""

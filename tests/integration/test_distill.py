@@ -49,6 +49,19 @@ def test_killed_in_a_rollout_and_resumed_it_is_the_whole_run(more, distil, tmp_p
     assert not any("teacher" in name or "reference" in name for name in checkpoint(whole)["state_dict"])
 
 
+def test_a_resumed_run_keeps_its_teacher(settings, tmp_path, rhymerl: Run):
+    teacher = tmp_path / "teacher"
+    words = words_for([*settings, "algo=distill", f"teacher.path={teacher}"], tmp_path / "run")
+    tiny_policy(seed=5, dtype="float32", context=128).save(teacher)
+    assert rhymerl(*words, "trainer.max_steps=2").code == 0
+    tiny_policy(seed=6, dtype="float32", context=128).save(teacher)
+    done = rhymerl(*words, "ckpt_path=last")
+    assert done.code == 2, done.err
+    assert "its run had another teacher than that of teacher.path" in done.err
+    tiny_policy(seed=5, dtype="float32", context=128).save(teacher)
+    assert rhymerl(*words, "ckpt_path=last").code == 0
+
+
 @pytest.mark.parametrize("more", [[], ["adapter=lora"], ["algo.over=vocabulary"]], ids=str)
 def test_without_rewards_the_policy_comes_nearer_to_its_teacher(more, distil, tmp_path, rhymerl: Run):
     """Six steps of ten prompts, of which there is nothing but the prompt."""
