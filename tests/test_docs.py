@@ -220,6 +220,7 @@ BACKENDS = {
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_exist(page: Path) -> None:
     config = resolved(compose("quickstart", [f"backend={BACKENDS[page.name]}"] if page.name in BACKENDS else []))
+    config["algo"] |= resolved(compose("quickstart", ["algo=distill"]))["algo"]
     sections = "|".join(name for name, value in config.items() if isinstance(value, dict))
     unknown = []
     spans = code_spans(page)
