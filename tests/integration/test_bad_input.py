@@ -117,7 +117,10 @@ def files(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
         ("model.path=bad_config", "model.path='bad_config': its config cannot be read: "),
         ("model.path=bad_weights", "model.path='bad_weights': cannot be loaded"),
         ("model.path=bad_tokenizer", "model.path='bad_tokenizer': cannot be loaded"),
-        ("model.path=odd_config", "model.path='odd_config': its config cannot be read: Validation error for field 'hidden_size'"),
+        (
+            "model.path=odd_config",
+            "model.path='odd_config': its config cannot be read: Validation error for field 'hidden_size'",
+        ),
         ("model.path=odd_tokenizer", "model.path='odd_tokenizer': cannot be loaded: its tokenizer: "),
         ("model.path=odd_tokenizer_config", "model.path='odd_tokenizer_config': cannot be loaded: its tokenizer: "),
         ("model.dtype=float8", "model.dtype='float8': expected one of"),
