@@ -12,6 +12,7 @@ from rhymerl.models.lora import LoRA
 from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.testing import RandomTreeDrafter
 from tests.integration.training import Run
+from tests.models.windowed import InDouble
 from tests.models.wrapped import WRAPPED, save_wrapped
 
 
@@ -27,8 +28,9 @@ def test_text_alone_is_trained_and_drafts_change_nothing(name, tmp_path):
     frozen = {key for key, each in policy.model.named_parameters() if not each.requires_grad}
     assert any("vision" in key or "visual" in key for key in frozen)
     run = Run(num_steps=2, prompts_per_step=3)
-    weights, samples = run.train(policy=policy, drafter=NoDrafter())
-    with_drafts, same = run.train(policy=twin, drafter=RandomTreeDrafter())
+    with InDouble():
+        weights, samples = run.train(policy=policy, drafter=NoDrafter())
+        with_drafts, same = run.train(policy=twin, drafter=RandomTreeDrafter())
     after = policy.model.state_dict()
     changed = {key for key, each in after.items() if not torch.equal(each, before[key])}
     assert changed
