@@ -22,9 +22,11 @@ _OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_pr
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Return transformers' class that makes the whole model of a config, its towers too: exports are whole again."""
-    wraps_text = config.get_text_config() is not config
-    is_wrapped = wraps_text and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
+    return AutoModelForImageTextToText if _has_towers(config) else AutoModelForCausalLM
+
+
+def _has_towers(config: PretrainedConfig) -> bool:
+    return config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def language_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -35,7 +37,7 @@ def language_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def freeze_towers(model: PreTrainedModel) -> None:
     """Train no parameter that text has nothing to do with; the others stay as they are."""
-    if auto_class(model.config) is AutoModelForImageTextToText:
+    if _has_towers(model.config):
         trained = {id(each) for module in language_modules(model) for each in module.parameters(recurse=False)}
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
@@ -44,10 +46,10 @@ def freeze_towers(model: PreTrainedModel) -> None:
 def processor_files(model: PreTrainedModel, *, is_here: bool = True) -> list[str]:
     """Return the paths of files beside a model that say how its towers are fed; the hub is asked if it is not here."""
     place = model.name_or_path
-    if not place or auto_class(model.config) is not AutoModelForImageTextToText:
+    if not place or not _has_towers(model.config):
         return []
     found = []
     for name in _OF_PROCESSORS:
         with suppress(OSError):  # there is none
-            found.append(str(cached_file(place, name, local_files_only=is_here)))
-    return found
+            found.append(cached_file(place, name, local_files_only=is_here))
+    return [path for path in found if path is not None]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from rhymerl.config import compose, instantiate
 from rhymerl.engine.support import refuse_unsupported
@@ -29,10 +32,7 @@ class ExaminedModel:
 
 def examine_model(overrides: Sequence[str]) -> ExaminedModel:
     """Return what settings `model.*` lead to. Raises ConfigError where the model cannot be read."""
-    source = instantiate(compose("base", overrides).model, key="model")
-    if not isinstance(source, PolicySource):
-        raise ConfigError(f"model: {type(source).__name__} has no config to look at; expected model.path or model.init")
-    model = source.outline()
+    model = outline_of(compose("base", overrides).model, use="look at")
     text = model.config.get_text_config()
     engine = None
     try:
@@ -49,6 +49,17 @@ def examine_model(overrides: Sequence[str]) -> ExaminedModel:
         engine_refuses=engine,
         shares_no_prompts=other_attention(decoder_of(model)),
     )
+
+
+def outline_of(section: Any, *, use: str) -> PreTrainedModel:
+    """Return the model of the section `model` without content.
+
+    Raises ConfigError where it has no config to `use`: it is loaded already, or of a class of the user's own.
+    """
+    source = instantiate(section, key="model")
+    if not isinstance(source, PolicySource):
+        raise ConfigError(f"model: {type(source).__name__} has no config to {use}; expected model.path or model.init")
+    return source.outline()
 
 
 def lines_of(model: ExaminedModel) -> list[tuple[str, str]]:

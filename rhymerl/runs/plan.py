@@ -27,9 +27,10 @@ from rhymerl.memory.traffic import num_backwards, traffic
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logits import num_embeddings
 from rhymerl.models.logprobs import usual_chunk_tokens
-from rhymerl.models.policy import PolicySource, context_tokens
+from rhymerl.models.policy import context_tokens
 from rhymerl.report.printing import print_table, say
 from rhymerl.rollout import RolloutSettings
+from rhymerl.runs.examined_model import outline_of
 from rhymerl.training.checks import check_algorithm
 from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.fsdp2 import NAME, FSDP2Strategy, check_replicas
@@ -86,12 +87,7 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
     layout = _layout(trainer)
     if layout.is_sharded:
         refuse_engine_in_rank(backend)
-    source = instantiate(parts["model"], key="model")
-    if not isinstance(source, PolicySource):
-        raise ConfigError(
-            f"model: {type(source).__name__} has no config to plan with; expected model.path or model.init"
-        )
-    model = source.outline()
+    model = outline_of(parts["model"], use="plan with")
     task = instantiate(data.get("task"), key="task")
     environment = environment_of(instantiate(parts.get("environment"), key="environment"), task)
     most_tokens = data.get("max_prompt_tokens") or 0
