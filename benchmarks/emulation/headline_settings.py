@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"8B on an H100, seed {seed}": {"seed": seed} for seed in range(3)},
     "8B on an H100, update 30 %": {"update": 0.3},
     "32B on four H100": {"emulate": "h100_32b_tp4", "weights": 2.5},
-    "8B on an H200": {"emulate": "h200_8b"},
+    "7B on an H200, measured passes": {"emulate": "h200_7b"},
     "64 slots, 32 prompts a step": {"max_running": 64, "prompts": 32},
     "lengths by chance": {"policy": "doubtful_sum", "settings": ["task.typical=4", "task.spread=0.4"]},
 }

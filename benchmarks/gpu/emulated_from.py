@@ -1,7 +1,9 @@
 """A file for an `EmulatedBackend` from measured passes of a card: the rows of `passes.py` that `make gpu` has written.
 
-What a pass costs is its replayed graph, and `--overhead-ms` for what an engine does beside it. What a key costs is
-derived: its bytes over the rate of a copy on the card, which the row of `machine.py` has. `source` says all of it.
+What a pass costs is its replayed graph, and `--overhead-ms` for what an engine does beside it. Beyond the largest
+measured pass a token costs what it costs there on average, which is too much: larger passes use a card better. What a
+key costs is derived: its bytes over the rate of a copy on the card, which the row of `machine.py` has. `source` says
+all of it.
 
     python -m benchmarks.gpu.emulated_from benchmarks/results/gpu_h100.jsonl --size 7B > h100_7b.json
 """
@@ -36,15 +38,17 @@ def emulated(file: Path, size: str, *, card: str | None = None, overhead_ms: flo
         raise ValueError(f"{file}: expected the part machine of {cards[0]}, which has the rate of a copy")
     tokens = sorted(by_tokens)
     # A pass over more tokens may be measured as a little shorter; a curve that falls is refused by whoever reads it.
-    milliseconds = accumulate((by_tokens[count]["pass_ms"]["median"] + overhead_ms for count in tokens), max)
+    milliseconds = list(accumulate((by_tokens[count]["pass_ms"]["median"] + overhead_ms for count in tokens), max))
+    curve = [*zip(tokens, milliseconds, strict=True), (2 * tokens[-1], 2 * milliseconds[-1])]
     rate, kv_bytes = machine[-1]["copy_tb_s"]["median"], by_tokens[tokens[0]]["kv_bytes_per_token"]
     beside = f"{overhead_ms:g} ms a pass for what an engine does beside it" if overhead_ms else "nothing beside it"
     return {
         "source": (
             f"measured on {cards[0]}: forward passes of Qwen2.5 {size} in bfloat16 with random weights, replayed from a CUDA graph, and {beside}; "
-            f"derived: keys and values of {kv_bytes} bytes a token, read at the {rate:g} TB/s of a copy"
+            f"derived: keys and values of {kv_bytes} bytes a token, read at the {rate:g} TB/s of a copy, "
+            f"and passes over more than {tokens[-1]} tokens, in proportion to that one"
         ),
-        "costs": [[count, float(f"{ms / 1e3:.4g}")] for count, ms in zip(tokens, milliseconds, strict=True)],
+        "costs": [[count, float(f"{ms / 1e3:.4g}")] for count, ms in curve],
         "context_s_per_token": float(f"{kv_bytes / rate / 1e12:.3g}"),
     }
 

@@ -33,9 +33,10 @@ def test_measured_passes_become_an_emulated_card(tmp_path: Path, capsys: pytest.
     assert emulated_from.main([str(file), "--overhead-ms", "0.5"]) == 0
     (tmp_path / "mine.json").write_text(capsys.readouterr().out)
     found = json.loads((tmp_path / "mine.json").read_text())
-    assert found["costs"] == [[1, 0.0066], [64, 0.0066], [256, 0.009]], "it never falls"
+    assert found["costs"] == [[1, 0.0066], [64, 0.0066], [256, 0.009], [512, 0.018]], "it never falls"
     assert found["context_s_per_token"] == 2e-8  # 57 344 bytes at 2.8672 TB/s
     assert "measured on NVIDIA H100" in found["source"]
+    assert "passes over more than 256 tokens, in proportion" in found["source"]
     device = EmulatedDevice.read(tmp_path / "mine.json", scale=1.0)
     assert device.curve.seconds(160, 0, 0) == pytest.approx(0.0078)
     assert device.context_s_per_token == 2e-8
@@ -45,10 +46,10 @@ def test_the_newest_row_counts_and_cards_are_not_mixed(tmp_path: Path, capsys: p
     file = measured(tmp_path / "gpu.jsonl", milliseconds={1: 6.0, 64: 7.0})
     measured(file, milliseconds={64: 8.0})
     emulated = emulated_from.emulated
-    assert emulated(file, "7B")["costs"] == [[1, 0.006], [64, 0.008]]
+    assert emulated(file, "7B")["costs"] == [[1, 0.006], [64, 0.008], [128, 0.016]]
     measured(file, card="NVIDIA H200", milliseconds={1: 4.0, 64: 5.0})
     with pytest.raises(ValueError, match="expected passes of one card"):
         emulated(file, "7B")
-    assert emulated(file, "7B", card="NVIDIA H200")["costs"] == [[1, 0.004], [64, 0.005]]
+    assert emulated(file, "7B", card="NVIDIA H200")["costs"] == [[1, 0.004], [64, 0.005], [128, 0.01]]
     assert emulated_from.main([str(file), "--card", "NVIDIA H200", "--size", "1.5B"]) == 1
     assert "expected passes of 1.5B" in capsys.readouterr().err
