@@ -188,9 +188,14 @@ class ComparedPlan:
         """As `AttentionPlan.attend`, but that a window hides nothing."""
         assert self.plan is not None
         expected, found = (each.attend(query, keys, values, scale) for each in (self.plan, self.tiles))
-        difference = ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
-        self.difference = max(self.difference, difference) if difference == difference else float("inf")
+        self.difference = max(self.difference, difference_of(found, expected))
         return expected
+
+
+def difference_of(found: Tensor, expected: Tensor) -> float:
+    """Return the largest one, as a share of the largest number that is expected; infinite for what is no number."""
+    difference = ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+    return difference if difference == difference else float("inf")
 
 
 def packed_attention(

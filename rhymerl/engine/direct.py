@@ -6,7 +6,7 @@ the model is small. What is computed here is the same; engine/forward.py proves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 
 from rhymerl.engine.attention import AttentionPlan, ComparedPlan, TilePlan
-from rhymerl.engine.fused import add_rms_norm, rms_norm, rotate_and_store
 from rhymerl.engine.kv_store import KVStore, LayerStore
+from rhymerl.engine.layer_steps import Norm, TorchSteps
 from rhymerl.models.attention import LayerAttention
 from rhymerl.models.logits import num_tokens
 
@@ -74,19 +74,6 @@ class _Projection:
         return F.linear(hidden, self.weight, self.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """An RMS norm, and what its formula needs."""
-
-    forward: Callable[[Tensor], Tensor]
-    weight: Tensor
-    epsilon: float
-
-    @classmethod
-    def of(cls, norm: Any) -> _Norm:
-        return cls(norm.forward, norm.weight.detach(), norm.variance_epsilon)
-
-
 def _autocast(weight: Tensor) -> Tensor:
     """Return what autocast would make of it in every pass, where that is on."""
     kind = weight.device.type
@@ -104,9 +91,9 @@ class _Layer:
         # Mistral has one for all layers, in its config.
         owner = attention if hasattr(attention, "sliding_window") else attention.config
         self.attention = LayerAttention.of(getattr(owner, "sliding_window", None), None, None)
-        self.attention_norm, self.mlp_norm = _Norm.of(layer.input_layernorm), _Norm.of(layer.post_attention_layernorm)
-        self.query_norm, self.key_norm = (
-            _Norm.of(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+        self.attention_norm, self.mlp_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
+        self.head_norms = (
+            (Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if hasattr(attention, "q_norm") else None
         )
         self.query, self.key, self.value, self.output = (
             _Projection.of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -117,20 +104,14 @@ class _Layer:
         self.projections = (self.query, self.key, self.value, self.output, self.gate, self.up, self.down)
         self.activation = mlp.act_fn.forward
 
-    def mlp(self, hidden: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
-
 
 class DirectForward:
-    """Runs a model for which `can_be_direct` holds, in torch's operations on any device.
+    """Runs a model for which `can_be_direct` holds. Its KV store has been allocated."""
 
-    Its KV store has been allocated.
-    """
-
-    def __init__(self, model: Any, store: KVStore) -> None:
+    def __init__(self, model: Any, store: KVStore, steps: TorchSteps) -> None:
         body = model.model
-        self._store = store
-        self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, _Norm.of(body.norm)
+        self._steps = steps
+        self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, Norm.of(body.norm)
         self._layers = [_Layer(*each) for each in zip(body.layers, store.stores, strict=True)]
         windows = (each.attention.window for each in self._layers)
         self.window = min(
@@ -148,19 +129,19 @@ class DirectForward:
 
     def states(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan | TilePlan | ComparedPlan) -> Tensor:
         """Return what the head makes logits of, [N, H]."""
-        hidden = self._embed(token_ids)
+        hidden, steps = self._embed(token_ids), self._steps
         cos, sin = self._rotary(hidden, positions[None])
-        change = torch.zeros_like(hidden)
+        change = torch.zeros_like(hidden, dtype=self.head.weight.dtype)  # of products
         for layer in self._layers:
-            normed = self._normalised(layer.attention_norm, hidden, change)
+            normed = steps.add_and_norm(layer.attention_norm, hidden, change)
             query, key, value = (
                 project(normed).view(len(normed), -1, layer.dim) for project in (layer.query, layer.key, layer.value)
             )
-            query = self._turned_and_stored(layer, query, key, value, cos[0], sin[0])
+            query = steps.turn_and_store(layer.store, layer.head_norms, query, key, value, cos[0], sin[0])
             seen = plan.attend(query, layer.store.keys, layer.store.values, layer.scale, layer.attention)
-            change = layer.output(seen.flatten(1))
-            change = layer.mlp(self._normalised(layer.mlp_norm, hidden, change))
-        return self._normalised(self._norm, hidden, change)
+            normed = steps.add_and_norm(layer.mlp_norm, hidden, layer.output(seen.flatten(1)))
+            change = layer.down(steps.gated(layer.activation, layer.gate(normed), layer.up(normed)))
+        return steps.add_and_norm(self._norm, hidden, change)
 
     def casts(self) -> list[Tensor]:
         """Return the weights and biases of projections: the model's own, or what autocast has made of them."""
@@ -171,50 +152,3 @@ class DirectForward:
         """Cast weights anew, in place."""
         for each in self._projections:
             each.refresh()
-
-    def _normalised(self, norm: _Norm, hidden: Tensor, change: Tensor) -> Tensor:
-        """Add the change to `hidden` [N, H] in place; returns the norm of that."""
-        return norm.forward(hidden.add_(change))
-
-    def _turned_and_stored(
-        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """Store keys turned by their positions, and values, [N, kv_heads, dim]; returns the turned query."""
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = layer.query_norm.forward(query), layer.key_norm.forward(key)
-        cos, sin = cos[:, None], sin[:, None]
-        layer.store.write(_turned(key, cos, sin), value)
-        return _turned(query, cos, sin)
-
-
-class CompiledForward(DirectForward):
-    """The same for a float32 model on a CPU, with compiled loops for what is between the matrix products."""
-
-    def _normalised(self, norm: _Norm, hidden: Tensor, change: Tensor) -> Tensor:
-        out = torch.empty_like(hidden)
-        add_rms_norm(hidden.numpy(), change.numpy(), norm.weight.numpy(), norm.epsilon, out.numpy())
-        return out
-
-    def _turned_and_stored(
-        self, layer: _Layer, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        for heads, norm in ((query, layer.query_norm), (key, layer.key_norm)):
-            if norm is not None:
-                rms_norm(heads.numpy(), norm.weight.numpy(), norm.epsilon)
-        rotate_and_store(
-            query.numpy(),
-            key.numpy(),
-            value.numpy(),
-            cos.numpy(),
-            sin.numpy(),
-            self._store.write_slots.numpy(),
-            layer.store.keys.numpy(),
-            layer.store.values.numpy(),
-        )
-        return query
-
-
-def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in halves (arXiv 2104.09864, as in Llama): heads [N, heads, dim], angles [N, 1, dim]."""
-    half = heads.shape[-1] // 2
-    return heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), -1) * sin

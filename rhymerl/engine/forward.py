@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import inputs
 from rhymerl.engine.attention import AttentionPlan, Bucket, ComparedPlan, packed
-from rhymerl.engine.direct import CompiledForward, DirectForward, can_be_direct
+from rhymerl.engine.direct import DirectForward, can_be_direct
 from rhymerl.engine.graphs import Graphs
 from rhymerl.engine.kv_store import KVStore
+from rhymerl.engine.layer_steps import ComparedSteps, CompiledSteps, TorchSteps, TritonSteps
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
@@ -32,9 +33,8 @@ from rhymerl.types import Autocast
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
 _SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-8}
-# Largest difference of what a layer's attention finds, as a share of the largest number: probabilities and results are
-# rounded to the dtype.
-_SHARE_OF_ATTENTION = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+# Largest difference of what a kernel finds, as a share of the largest number: what is in between is rounded elsewhere.
+_SHARE_OF_KERNELS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 _log = logging.getLogger("rhymerl")
 
 
@@ -63,9 +63,9 @@ class Forward:
         self._is_stale = False  # casts of weights are of others than the model's
         self._graphs = Graphs(self._inputs)
         self._addresses: list[int] = []  # of what graphs read
-        self.kind: type[DirectForward] | None = None  # of passes since the last `ready`; None = by transformers
         self._proved: list[object] = []  # of what the comparison below was made
-        self._is_same = False
+        self._steps: type[TorchSteps] | None = None  # which are proved
+        self.kind: type[TorchSteps] | None = None  # of passes since the last `ready`; None = by transformers
         self._tile_tokens: Callable[[int], int] | None = None  # where attention by tiles is proved
 
     @contextmanager
@@ -84,7 +84,7 @@ class Forward:
             self._graphs = Graphs(self._inputs)
         with self.autocast():
             self._direct = self._direct_forward()
-        self.kind = None if self._direct is None else type(self._direct)
+        self.kind = None if self._direct is None else self._steps
         if self._is_tiled:
             self._look_where_weights_are()
 
@@ -185,17 +185,17 @@ class Forward:
         modules = list(self.model.modules())
         if not (self.store.is_allocated and can_be_direct(self.model, modules)):
             return None
-        kind = CompiledForward if self.is_on_host and self._product_dtype() == torch.float32 else DirectForward
-        proved = [kind, self._product_dtype(), self._inputs.device, *modules]
+        dtype = self._product_dtype()
+        kind = CompiledSteps if self.is_on_host and dtype == torch.float32 else TorchSteps
+        proved = [kind, dtype, self._inputs.device, *modules]
         if self._proved != proved:
             self._proved, self._direct = proved, None
-            self._is_same = self._compare(kind)
-            self._tile_tokens = self._proved_tiles(kind) if self._is_same else None
-        if not self._is_same:
+            self._prove(kind, has_kernels=takes_kernels(self._inputs.device, dtype))
+        if self._steps is None:
             return None
         if self._direct is None or (self._is_stale and not self._is_cast()):
             self._is_stale = False
-            return kind(self.model, self.store)
+            return DirectForward(self.model, self.store, self._steps())
         if self._is_stale:
             self._direct.refresh()
             self._is_stale = False
@@ -207,7 +207,25 @@ class Forward:
     def _product_dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self._inputs.device.type) if self._is_cast() else self.model.dtype
 
-    def _compare(self, kind: type[DirectForward]) -> bool:
+    def _prove(self, kind: type[TorchSteps], *, has_kernels: bool) -> None:
+        """Choose how steps between products and attention are computed: by what is proved, the fastest first."""
+        self._steps, self._tile_tokens = kind if self._compare(kind) else None, None
+        if self._steps is None or not has_kernels:
+            return
+        if self._is_right("kernels between products", self._difference_of_steps):
+            self._steps = TritonSteps
+        tile_tokens = _tile_tokens(self.model.config, self._product_dtype())
+        if not self._is_right("kernels for attention", lambda: self._difference_of_tiles(tile_tokens)):
+            return
+        self._tile_tokens = tile_tokens
+        if (window := DirectForward(self.model, self.store, kind()).window) is not None:
+            _log.warning(
+                "%s: the GPU's kernel for attention has no windows; passes with a row of more than %d tokens use torch's, "
+                "which takes longer",
+                *(type(self.model).__name__, window),
+            )
+
+    def _compare(self, kind: type[TorchSteps]) -> bool:
         """Return whether two prompts with draft trees get equal log-probs directly and by transformers; warn if not."""
         with narrowed(self.model):
             by_transformers, directly = (self._logprobs_of_example(each) for each in (None, kind))
@@ -221,52 +239,47 @@ class Forward:
             )
         return difference <= most
 
-    def _logprobs_of_example(self, kind: type[DirectForward] | None) -> Tensor:
+    def _logprobs_of_example(self, kind: type[TorchSteps] | None) -> Tensor:
         """Return the log-probs [M, vocabulary] of a pass over a store of its own."""
         example = _Example((7, 40), self.model.config.vocab_size, self.store)  # of few queries, and of many
-        direct = kind(self.model, example.store) if kind is not None else None
+        direct = DirectForward(self.model, example.store, kind()) if kind is not None else None
         logits, _ = self._run(direct, example.store, example.layout)
         return logits.double().log_softmax(-1)
 
-    def _proved_tiles(self, kind: type[DirectForward]) -> Callable[[int], int] | None:
-        """Return how tokens are laid out in tiles, if tiled attention equals torch's in each layer.
+    def _is_right(self, kernels: str, difference_of: Callable[[], float]) -> bool:
+        """Return whether kernels run, and differ little enough from torch by the same numbers; warn if not.
 
-        Both get the same queries. Returns None, with a warning, if they differ; also where tiles are not for this
-        device. Layers are compared one by one, because what layers make of a bfloat16's rounding depends on the model:
-        two right kernels can be a nat apart.
+        They are compared step by step, because what layers make of a bfloat16's rounding depends on the model: after
+        all layers two right kernels can be a nat apart.
         """
-        dtype, name = self._product_dtype(), type(self.model).__name__
-        if not takes_tiles(self._inputs.device, dtype):
-            return None
-        most = _SHARE_OF_ATTENTION[dtype]
+        name, most = type(self.model).__name__, _SHARE_OF_KERNELS[self._product_dtype()]
         try:
-            tile_tokens = _tile_tokens(self.model.config, dtype)
-            difference = max(self._difference_of_tiles(kind, tile_tokens(widest)) for widest in (1, 150))
-        except Exception as error:  # noqa: BLE001 a GPU that the kernel is too large for, or a compiler that is not there
-            _log.warning(
-                "%s: the GPU's kernel for attention does not run (%s); torch's is used, which takes longer", name, error
-            )
-            return None
-        if not difference <= most:
-            _log.warning(
-                f"{name}: what the GPU's kernel for attention finds differs from torch's by {difference:.2g} of the largest number "
-                f"(at most {most:.2g}); torch's is used, which takes longer"
-            )
-            return None
-        if (window := kind(self.model, self.store).window) is not None:
-            _log.warning(
-                "%s: the GPU's kernel for attention has no windows; passes with a row of more than %d tokens use torch's, "
-                "which takes longer",
-                *(name, window),
-            )
-        return tile_tokens
+            difference = difference_of()
+        except Exception as error:  # noqa: BLE001 a GPU that they are too large for, or a compiler that is not there
+            why = f"do not run ({error})"
+        else:
+            if difference <= most:
+                return True
+            why = f"differ from torch by {difference:.2g} of the largest number (at most {most:.2g})"
+        _log.warning(f"{name}: the GPU's {kernels} {why}; torch's are used, which take longer")
+        return False
 
-    def _difference_of_tiles(self, kind: type[DirectForward], most: int) -> float:
-        """Return the largest one in a layer, as a share of the largest number, for tiles of at most so many tokens."""
-        example = _Example((7, 150), self.model.config.vocab_size, self.store)  # of one block of keys, and of several
-        plan = ComparedPlan.of(example.tiles(most), self._inputs)
-        self._run(kind(self.model, example.store), example.store, example.layout, compared=plan)
-        return plan.difference
+    def _difference_of_steps(self) -> float:
+        """Return the largest one of a step between products, as a share of the largest number."""
+        example, steps = _Example((7, 40), self.model.config.vocab_size, self.store), ComparedSteps()
+        self._run(DirectForward(self.model, example.store, steps), example.store, example.layout)
+        return steps.difference
+
+    def _difference_of_tiles(self, tile_tokens: Callable[[int], int]) -> float:
+        """Return the largest one of attention in a layer, as a share of the largest number."""
+        found = 0.0
+        for widest in (1, 150):
+            example = _Example((7, 150), self.model.config.vocab_size, self.store)  # of one block of keys, and several
+            plan = ComparedPlan.of(example.tiles(tile_tokens(widest)), self._inputs)
+            direct = DirectForward(self.model, example.store, TorchSteps())
+            self._run(direct, example.store, example.layout, compared=plan)
+            found = max(found, plan.difference)
+        return found
 
 
 class _Example:
@@ -289,17 +302,21 @@ class _Example:
         return found
 
 
-def takes_tiles(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether attention by tiles is for this device and type of number."""
+def takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether Triton's kernels are for this device and type of number."""
     return device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
 
 def _tile_tokens(config: Any, dtype: torch.dtype) -> Callable[[int], int]:
-    from rhymerl.engine.triton_attention import tokens_of_a_tile
-
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     groups = config.num_attention_heads // kv_heads
-    return lambda widest: tokens_of_a_tile(groups, dtype, widest=widest)
+
+    def tokens(widest: int) -> int:
+        from rhymerl.engine.triton_attention import tokens_of_a_tile
+
+        return tokens_of_a_tile(groups, dtype, widest=widest)
+
+    return tokens
 
 
 def _arrays(bucket: BucketLayout, num_tokens: int) -> dict[str, npt.NDArray[Any]]:

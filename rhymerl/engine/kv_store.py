@@ -63,10 +63,15 @@ class LayerStore(CacheLayerMixin):
         self.write(keys[0].transpose(0, 1), values[0].transpose(0, 1))
         return self.keys, self.values
 
+    @property
+    def write_slots(self) -> Tensor:
+        """Return the pass's slots [tokens]."""
+        return self._store.write_slots
+
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Put [tokens, kv_heads, head_dim] into the pass's slots."""
-        self.keys.index_copy_(0, self._store.write_slots, keys)
-        self.values.index_copy_(0, self._store.write_slots, values)
+        self.keys.index_copy_(0, self.write_slots, keys)
+        self.values.index_copy_(0, self.write_slots, values)
 
     def get_seq_length(self) -> int:
         return 0

@@ -15,7 +15,10 @@ from typing import Any
 
 
 class Interpreter:
-    """A kernel launcher, such as "rhymerl.engine.triton_draw:draw_with_logprobs", on the CPU; `with` ends it."""
+    """A kernel launcher, such as "rhymerl.engine.triton_draw:draw_with_logprobs", on the CPU; `with` ends it.
+
+    What it did to its arguments is in `arguments` after a call.
+    """
 
     def __init__(self, function: str) -> None:
         self._function = function
@@ -37,7 +40,8 @@ class Interpreter:
     def __call__(self, *args: Any, **options: Any) -> Any:
         pickle.dump((args, options), self._process.stdin)
         self._process.stdin.flush()
-        return pickle.load(self._process.stdout)  # an EOFError: the child's own error is on standard error
+        found, self.arguments = pickle.load(self._process.stdout)  # an EOFError: the child's own error is on stderr
+        return found
 
 
 def _serve(name: str) -> None:
@@ -48,7 +52,7 @@ def _serve(name: str) -> None:
     os.dup2(2, 1)  # what prints, prints elsewhere
     while requests.peek(1):
         args, options = pickle.load(requests)
-        pickle.dump(call(*args, **options), answers)
+        pickle.dump((call(*args, **options), args), answers)
         answers.flush()
 
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rhymerl.bench.costs import PathDrafter
 from rhymerl.budgets import FixedBudget
 from rhymerl.engine import inputs
-from rhymerl.engine.direct import DirectForward
 from rhymerl.engine.engine import Engine
+from rhymerl.engine.layer_steps import TorchSteps
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import RolloutRequest
 from tests.engine.test_lossless import answers
@@ -113,7 +113,7 @@ def test_nothing_waits_inside_a_pass_and_all_arrives_in_one_copy(device, nodes, 
     engine.submit(make_requests(8, max_tokens=30, stop_token_ids=(), **rules))
     for number in range(4):
         seen = seen_in(engine, monkeypatch)
-        assert engine.forward.kind is DirectForward
+        assert engine.forward.kind is TorchSteps
         assert not seen.waits, f"pass {number}"
         assert (seen.copies_in, seen.copies_back) == (1, 1), f"pass {number}: {seen.operations}"
         assert seen.launches <= 24 * (54 if number else 80) + 90, f"pass {number}: {seen.launches}, {seen.operations}"

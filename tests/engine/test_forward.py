@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from rhymerl.engine.direct import CompiledForward, DirectForward
 from rhymerl.engine.engine import Engine
+from rhymerl.engine.layer_steps import CompiledSteps, TorchSteps
 from rhymerl.engine.layout import PassLayout
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_lossless import answers, assert_same
@@ -52,7 +52,7 @@ def test_in_float64_logits_are_transformers_to_the_bit(family, tied):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_in_float32_they_are_so_but_for_rounding(family):
     engine, pairs = passes_of(model_of(family, dtype="float32"))
-    assert engine.forward.kind is CompiledForward
+    assert engine.forward.kind is CompiledSteps
     for direct, expected in pairs:
         torch.testing.assert_close(direct, expected, atol=1e-4, rtol=1e-4)
 
@@ -60,11 +60,11 @@ def test_compiled_in_float32_they_are_so_but_for_rounding(family):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_in_bfloat16_and_under_autocast_they_are_transformers_to_the_bit(family):
     engine, pairs = passes_of(model_of(family, dtype="bfloat16"))
-    assert engine.forward.kind is DirectForward
+    assert engine.forward.kind is TorchSteps
     assert all(torch.equal(direct, expected.float()) for direct, expected in pairs)
     autocast = {"autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}
     engine, pairs = passes_of(model_of(family, dtype="float32"), **autocast)
-    assert engine.forward.kind is DirectForward
+    assert engine.forward.kind is TorchSteps
     assert all(torch.equal(direct, expected.float()) for direct, expected in pairs)
 
 

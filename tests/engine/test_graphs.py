@@ -12,18 +12,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from rhymerl.bench.costs import PathDrafter
+from rhymerl.budgets import FixedBudget
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import forward as forward_module
 from rhymerl.engine import graphs as graphs_module
 from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.graphs import Graphs, rounded
+from rhymerl.engine.layer_steps import TorchSteps, TritonSteps
 from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.slots import SlotPool
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
-from tests.engine.test_device_pass import requests_of_all_kinds
+from tests.engine.test_device_pass import Seen, requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same
 from tests.models.windowed import windowed_model
 from tests.products import values_first
@@ -48,13 +52,47 @@ def attend(query, keys, values, tiles, seen, ancestors, kv_slots, scale, *, most
     return out
 
 
+def add_rms_norm(hidden, change, weight, epsilon):
+    """As `triton_layers.add_rms_norm`."""
+    hidden += change
+    return normalised(hidden, weight, epsilon).to(change.dtype)
+
+
+def normalised(numbers, weight, epsilon):
+    single = numbers.float()
+    return weight * (single * (single.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(numbers.dtype)
+
+
+def turn_and_store(query, key, value, cos, sin, slots, keys, values, norms):
+    """As `triton_layers.turn_and_store`."""
+    if norms is not None:
+        query, key = (normalised(heads, weight, norms[2]) for heads, weight in zip((query, key), norms, strict=False))
+    half, cos, sin = query.shape[2] // 2, cos[:, None, : query.shape[2] // 2], sin[:, None, : query.shape[2] // 2]
+    turned = []
+    for heads in (query, key):
+        a, b = heads[..., :half], heads[..., half:]
+        turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(keys.dtype))
+    keys[slots], values[slots] = turned[1], value.to(values.dtype)
+    return turned[0]
+
+
+def silu_times(gate, up):
+    """As `triton_layers.silu_times`."""
+    return gate * gate.sigmoid() * up
+
+
+STEPS = (add_rms_norm, turn_and_store, silu_times)
+
+
 @pytest.fixture
 def device(monkeypatch):
-    from rhymerl.engine import triton_attention
+    from rhymerl.engine import triton_attention, triton_layers
 
     monkeypatch.setattr(triton_attention, "attend", attend)
+    for function in STEPS:
+        monkeypatch.setattr(triton_layers, function.__name__, function)
     monkeypatch.setattr(inputs, "on_host", lambda device: False)
-    monkeypatch.setattr(forward_module, "takes_tiles", lambda device, dtype: True)
+    monkeypatch.setattr(forward_module, "takes_kernels", lambda device, dtype: True)
 
 
 @pytest.mark.parametrize(("model_type", "drafted"), values_first(["qwen2", "qwen3", "llama"], [False, True]))
@@ -130,6 +168,46 @@ def test_rows_that_are_longer_than_a_window_go_the_other_way(request, caplog):
     assert tiled == {True, False}
     assert_same(here, done)
     assert "has no windows; passes with a row of more than 24 tokens use torch's" in caplog.text
+
+
+def launches_of_a_pass(num_layers, monkeypatch):
+    """Return how many operations a pass of 8 rows with drafts takes, each kernel of ours counted once."""
+    from rhymerl.engine import triton_attention, triton_layers
+
+    ours = []
+
+    def once(function):
+        def call(*args, **how):
+            ours.append(function)
+            with _disable_current_modes():
+                return function(*args, **how)
+
+        return call
+
+    for module, name in [(triton_attention, "attend"), *((triton_layers, each.__name__) for each in STEPS)]:
+        monkeypatch.setattr(module, name, once(getattr(module, name)))
+    model = tiny_policy(num_layers=num_layers, dtype="bfloat16").model
+    drafter = PathDrafter(8, vocabulary=model.config.vocab_size)
+    engine = Engine(model, drafter=drafter, budget=FixedBudget(8), max_running=8)
+    engine.submit(make_requests(8, max_tokens=30, stop_token_ids=()))
+    with engine.forward.ready():
+        for _ in range(3):
+            engine.step()
+        assert engine.forward.kind is TritonSteps
+        assert engine.forward.tile_tokens is not None
+        ours.clear()
+        with Seen() as seen:
+            engine.step()
+    return seen.launches + len(ours)
+
+
+def test_a_layer_is_twelve_launches(device, monkeypatch):
+    """Seven products, two norms, rotary with the store of keys and values, attention, and the MLP's gate."""
+    found = []
+    for num_layers in (2, 6):
+        with monkeypatch.context() as patch:
+            found.append(launches_of_a_pass(num_layers, patch))
+    assert (found[1] - found[0]) / 4 == 12, found
 
 
 def test_sizes_of_graphs():
@@ -238,5 +316,56 @@ def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog, wrong)
     engine.submit(asked)
     engine.run()
     assert engine.forward.tile_tokens is None
-    assert "the GPU's kernel for attention" in caplog.text
-    assert "torch's is used" in caplog.text
+    assert "the GPU's kernels for attention" in caplog.text
+    assert "torch's are used" in caplog.text
+    assert engine.forward.kind is TritonSteps
+
+
+def of_other_epsilon(hidden, change, weight, epsilon):
+    return add_rms_norm(hidden, change, weight, 0.1)
+
+
+def without_the_change(hidden, change, weight, epsilon):
+    return add_rms_norm(hidden, change, weight, epsilon), hidden.sub_(change)
+
+
+def turned_back(query, key, value, cos, sin, *rest):
+    return turn_and_store(query, key, value, cos, -sin, *rest)
+
+
+def at_the_next_slot(query, key, value, cos, sin, slots, *rest):
+    return turn_and_store(query, key, value, cos, sin, slots + 1, *rest)
+
+
+def of_values_as_keys(query, key, value, *rest):
+    return turn_and_store(query, key, key, *rest)
+
+
+def without_gate(gate, up):
+    return gate * up
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("add_rms_norm", of_other_epsilon),
+        ("add_rms_norm", lambda *args: without_the_change(*args)[0]),
+        ("add_rms_norm", too_large),
+        ("turn_and_store", turned_back),
+        ("turn_and_store", at_the_next_slot),
+        ("turn_and_store", of_values_as_keys),
+        ("silu_times", without_gate),
+        ("silu_times", lambda gate, up: up * float("nan")),
+    ],
+)
+def test_steps_between_products_that_are_wrong_are_not_used(device, monkeypatch, caplog, name, wrong):
+    from rhymerl.engine import triton_layers
+
+    monkeypatch.setattr(triton_layers, name, wrong)
+    policy, asked = tiny_policy(dtype="float32"), make_requests(3)
+    engine = Engine(policy.model)
+    engine.submit(asked)
+    engine.run()
+    assert "the GPU's kernels between products" in caplog.text
+    assert engine.forward.kind is TorchSteps
+    assert engine.forward.tile_tokens is not None

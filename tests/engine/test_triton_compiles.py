@@ -35,6 +35,23 @@ _TYPES = {
 }
 
 _TYPES |= {"tiles": "*i32", "seen": "*i32", "ancestors": "*i64", "kv_slots": "*i32", "scale": "fp32"}
+_TYPES |= {"slots": "*i64", "epsilon": "fp32", "heads": "i32", "count": "i32"}
+_OF_LAYERS = (
+    "hidden",
+    "change",
+    "weight",
+    "query",
+    "key",
+    "value",
+    "cos",
+    "sin",
+    "keys",
+    "values",
+    "turned",
+    "gate",
+    "up",
+    "out",
+)
 _STATES = ("query", "keys", "values", "out")
 
 
@@ -150,4 +167,46 @@ def test_attention(dtype: str, heads: tuple[int, int], widest: int, owner: dict[
     options = {"num_warps": 4, "num_stages": 2, "aligned": True}
     found = compiled(triton_attention._attend, dtype, _HOPPER, owner, **options, **sizes, **how)
     assert ("mma" in found["ptx"]) == (dtype == "bf16")
+    assert stack_bytes(found["cubin"], tmp_path) == 0
+
+
+# Products in bfloat16 beside a residual, angles and keys in float32.
+_AUTOCAST = dict.fromkeys(("hidden", "weight", "cos", "sin", "keys", "turned"), "*fp32")
+PRECISIONS = pytest.mark.parametrize(
+    ("dtype", "owner"), [("fp32", {}), ("bf16", {}), ("bf16", _AUTOCAST)], ids=["float32", "bfloat16", "autocast"]
+)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("width", [896, 5120, 8192])
+def test_a_norm(dtype: str, owner: dict[str, str], width: int, tmp_path: Path) -> None:
+    from rhymerl.engine import triton_layers
+
+    block = 1 << (width - 1).bit_length()
+    how = {"num_warps": triton_layers.warps_for(block), "width": width, "block": block, "aligned": True}
+    types = {**dict.fromkeys(_OF_LAYERS, f"*{dtype}"), **owner}
+    found = compiled(triton_layers._add_rms_norm, dtype, _HOPPER, types, **how)
+    assert stack_bytes(found["cubin"], tmp_path) == 0
+
+
+@PRECISIONS
+@pytest.mark.parametrize(("dim", "normalises"), [(64, False), (80, True), (128, True)])
+def test_turning(dtype: str, owner: dict[str, str], dim: int, normalises: bool, tmp_path: Path) -> None:
+    from rhymerl.engine import triton_layers
+
+    types = {**dict.fromkeys(_OF_LAYERS, f"*{dtype}"), **owner}
+    types |= dict.fromkeys(("query_weight", "key_weight"), types["cos"])
+    padded = 1 << (dim // 2 - 1).bit_length()
+    sizes = {"heads": 28, "kv_heads": 4, "dim": dim, "padded_half": padded, "normalises": normalises}
+    found = compiled(triton_layers._turn_and_store, dtype, _HOPPER, types, num_warps=1, aligned=True, **sizes)
+    assert stack_bytes(found["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_gate_of_an_mlp(dtype: str, tmp_path: Path) -> None:
+    from rhymerl.engine import triton_layers
+
+    types = dict.fromkeys(_OF_LAYERS, f"*{dtype}")
+    how = {"num_warps": 4, "block": triton_layers._BLOCK, "aligned": True}
+    found = compiled(triton_layers._silu_times, dtype, _HOPPER, types, **how)
     assert stack_bytes(found["cubin"], tmp_path) == 0
