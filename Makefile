@@ -10,7 +10,9 @@ ARGS ?=
 PYTEST_ARGS ?= -n 4 --dist worksteal
 
 python := .venv/bin/python
+pip_install := $(python) -m pip install --disable-pip-version-check --quiet
 key := $(shell cat pyproject.toml constraints.txt hashes.txt | cksum | cut -d ' ' -f 1)
+run_stamp := .venv/installed-run-$(key)
 stamp := .venv/installed-$(key)
 
 # A model that is trained on language, in a package of which the file is read and nothing imported. It lies where
@@ -62,13 +64,13 @@ help:
 
 install: $(stamp)
 
-quickstart: $(stamp)
+quickstart: $(run_stamp)
 	.venv/bin/rhymerl fit --config quickstart $(ARGS)
 
-pretrained: $(stamp) $(pretrained)
+pretrained: $(run_stamp) $(pretrained)
 	.venv/bin/rhymerl fit --config smollm2 $(ARGS)
 
-agent: $(stamp) $(pretrained)
+agent: $(run_stamp) $(pretrained)
 	test -e out/warmstart_smollm2_agent/config.json || .venv/bin/rhymerl warmstart --config warmstart_smollm2_agent
 	.venv/bin/rhymerl fit --config smollm2_agent $(ARGS)
 
@@ -118,13 +120,20 @@ bench-guard: $(stamp)
 gpu:
 	@$(or $(PYTHON),python3) -m benchmarks.gpu.gpu $(ARGS)
 
-# In two steps, because pip asks for hashes of everything or of nothing: all but torch by hash, then torch and this package, for whose
-# build all that is needed is there.
-$(stamp): | $(python)
-	@echo "Installing rhymerl and what it needs into .venv (some minutes the first time)"
+# What runs need first, and for `make test` and `make check` the rest. In two steps, because pip asks for hashes of everything or of
+# nothing: all but torch by hash, then torch and this package, for whose build all that is needed is there.
+$(run_stamp): | $(python)
+	@echo "Installing rhymerl and what runs need into .venv (some minutes the first time)"
 	@rm -f .venv/installed-*
-	$(python) -m pip install --disable-pip-version-check --no-deps --require-hashes --requirement hashes.txt
-	$(python) -m pip install --disable-pip-version-check --no-build-isolation --constraint constraints.txt --editable '.[dev,plot]'
+	@sed '/^# Only for/,$$d' hashes.txt > .venv/hashes.txt
+	@$(pip_install) --no-compile --no-deps --require-hashes --requirement .venv/hashes.txt
+	@$(pip_install) --no-compile --no-build-isolation --constraint constraints.txt --editable '.[gguf]'
+	@touch $@
+
+$(stamp): | $(run_stamp)
+	@echo "Installing what tests, checks and plots need besides into .venv"
+	@$(pip_install) --no-deps --require-hashes --requirement hashes.txt
+	@$(pip_install) --no-build-isolation --constraint constraints.txt --editable '.[dev,plot]'
 	@touch $@
 
 $(python):
@@ -204,12 +213,21 @@ echo "Making $(1) with $$("$$found" --version)"; \
 "$$found" -m venv $(1) || { rm -rf $(1); exit 1; }
 endef
 
+# Those of constraints.new that runs need; with $(1) = -v the others.
+define with_hashes
+grep -v -e '^#' -e '^torch==' constraints.new | grep -i $(1) -f .venv-constraints/run.txt \
+	| sed "s/^triton==.*/& ; sys_platform == 'linux'/" | .venv-constraints/bin/uv pip compile --quiet --universal --no-deps \
+	--generate-hashes --no-header --no-annotate -
+endef
+
 # torch stays at the version that constraints.txt names: edit that line first to move it. So does triton, at the one that CUDA builds
 # of that torch pin; it has files for Linux only. Their other CUDA wheels are left out: torch pins them itself, and a CPU build has none.
 constraints:
 	@rm -rf .venv-constraints
 	$(call make_environment,.venv-constraints)
 	@grep -E '^(torch|triton)==' constraints.txt > .venv-constraints/torch.txt
+	.venv-constraints/bin/python -m pip install --disable-pip-version-check --constraint .venv-constraints/torch.txt '.[gguf]' hatchling
+	@.venv-constraints/bin/python -m pip freeze --all | sed 's/^/^/; s/==.*/==/' > .venv-constraints/run.txt
 	.venv-constraints/bin/python -m pip install --disable-pip-version-check --constraint .venv-constraints/torch.txt '.[dev,plot]'
 	@{ sed '/^[^#]/,$$d' constraints.txt; \
 		.venv-constraints/bin/python -m pip freeze --all --exclude rhymerl --exclude pip \
@@ -217,9 +235,9 @@ constraints:
 	} > constraints.new
 	.venv-constraints/bin/python -m pip install --disable-pip-version-check uv
 	@{ sed '/^[^#]/,$$d' hashes.txt; \
-		grep -v -e '^#' -e '^torch==' constraints.new \
-			| sed "s/^triton==.*/& ; sys_platform == 'linux'/" | .venv-constraints/bin/uv pip compile --quiet --universal --no-deps \
-			--generate-hashes --no-header --no-annotate -; \
+		$(call with_hashes,); \
+		echo '# Only for tests, checks and plots:'; \
+		$(call with_hashes,-v); \
 	} > hashes.new
 	@{ sed '/^[^#]/,$$d' docs/site/requirements.txt; \
 		printf '%s\n' $(docs_packages) | .venv-constraints/bin/uv pip compile --quiet --universal --constraint constraints.new \
