@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained agent test test-all test-slow test-pretrained test-sglang test-ray test-browser test-extras docs check format bench-guard gpu constraints clean
+.PHONY: help install quickstart pretrained agent test test-all test-slow test-pretrained test-sglang test-ray test-browser test-extras docs check wheel format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -59,6 +59,7 @@ help:
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
 	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped; ARGS='--lease 15' for 15 minutes of one (docs/gpu.md)"
+	@echo "make wheel       build the wheel, with configs and the quickstart's policy, and the source distribution, into build/dist"
 	@echo "make constraints pin the newest versions that pyproject.toml allows, their hashes, and MkDocs; torch and triton move by hand"
 	@echo "make clean       remove caches and build results; .venv and runs/ stay"
 
@@ -107,6 +108,9 @@ check: $(stamp)
 	$(python) -m ruff check
 	$(python) -m mypy --strict rhymerl
 	.venv/bin/lint-imports --no-cache
+
+wheel: $(stamp)
+	$(python) -m hatchling build -d build/dist
 
 format: $(stamp)
 	$(python) -m ruff check --fix
