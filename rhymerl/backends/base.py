@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Self
 
 from rhymerl.budgets.base import Budget
@@ -102,6 +102,10 @@ class RolloutBackend(Backend):
     @abstractmethod
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         """Take back the named requests (all by default) with the tokens they have; unknown ids are ignored."""
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Context of several calls of `collect`, for what each of them would do again."""
+        return nullcontext()
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop what is kept for the next turn of these requests, which end here; unknown ids are ignored."""

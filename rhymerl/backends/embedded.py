@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -160,6 +160,9 @@ class EmbeddedBackend(RolloutBackend):
 
     def withdraw(self, ids: Iterable[str] | None = None) -> list[Completion]:
         return self.engine.withdraw(ids)
+
+    def ready(self) -> AbstractContextManager[None]:
+        return self.engine.forward.ready()
 
     def forget(self, ids: Iterable[str]) -> None:
         self.engine.forget(ids)

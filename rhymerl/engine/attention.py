@@ -21,7 +21,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from rhymerl.engine.inputs import Inputs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.paged_attention import PagedLayout, attend
-from rhymerl.engine.recurrent import plug_in
 from rhymerl.engine.tiles import TileLayout
 from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.policy import evaluating
@@ -237,7 +236,6 @@ def packed(model: PreTrainedModel) -> Iterator[None]:
     Afterwards it is as it was, module by module.
     """
     implementation = model.config._attn_implementation
-    plug_in(model)
     with evaluating(model), torch.inference_mode():
         model.config._attn_implementation = NAME
         try:

@@ -143,9 +143,13 @@ class Engine:
                 passes += 1
                 if max_passes is None and any(each.request.may_go_on for each in new):
                     break
-        if not self.has_work:
-            self.forward.forget()
+        self._rest()
         return finished
+
+    def _rest(self) -> None:
+        """Where no request is left, not even one that may go on, free what passes need."""
+        if not self.has_work and not self.admission.kept.held:
+            self.forward.forget()
 
     def step(self) -> list[Completion]:
         """One pass over the running batch; call within `forward.ready()`."""
@@ -179,6 +183,7 @@ class Engine:
         """Requests whose turn is over do not go on: what has been kept for them is free."""
         for name in ids:
             self.admission.kept.forget(name)
+        self._rest()
 
     def new_weights(self, policy_version: int) -> None:
         """The policy has changed: forget all keys and values; running requests go on from their tokens."""

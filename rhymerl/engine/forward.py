@@ -23,6 +23,7 @@ from rhymerl.engine.graphs import Graphs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layer_steps import ComparedSteps, CompiledSteps, TorchSteps, TritonSteps
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out_pass
+from rhymerl.engine.recurrent import plug_in
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.threads import threads_for
 from rhymerl.engine.tiles import TileLayout, tile
@@ -52,8 +53,9 @@ class Forward:
         autocast: Autocast,
         stays_ready: bool = False,
     ) -> None:
+        plug_in(model)
         self._stays_ready = stays_ready
-        self._entered: ExitStack | None = None  # what is left by `forget`
+        self._entered: ExitStack | None = None  # the state for passes, while the model is in it
         self.model = model
         self.store = store
         self.autocast = autocast
@@ -61,6 +63,7 @@ class Forward:
         self._inputs = inputs.Inputs(model.device)
         self._direct: DirectForward | None = None
         self._is_stale = False  # casts of weights are of others than the model's
+        self._is_forgotten = True  # the direct forward is to be looked up again
         self._graphs = Graphs(self._inputs)
         self._addresses: list[int] = []  # of what graphs read
         self._proved: list[object] = []  # of what the comparison below was made
@@ -70,15 +73,28 @@ class Forward:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Context in which passes may run. Entering and leaving walks all modules."""
+        """Context in which passes may run, and which may be entered again within.
+
+        Entering and leaving walks all modules.
+        """
         with ExitStack() as stack:
             if self._entered is None:
                 stack.enter_context(packed(self.model))
                 self._prepare()
-                self._entered = stack.pop_all() if self._stays_ready else None
+                self._entered = stack.pop_all()
+                if not self._stays_ready:
+                    stack.callback(self._leave)
+            elif self._is_forgotten:
+                self._prepare()
             yield
 
+    def _leave(self) -> None:
+        if self._entered is not None:
+            self._entered.close()
+            self._entered = None
+
     def _prepare(self) -> None:
+        self._is_forgotten = False
         if self.model.device != self._inputs.device:
             self._inputs = inputs.Inputs(self.model.device)
             self._graphs = Graphs(self._inputs)
@@ -105,9 +121,9 @@ class Forward:
         self._is_stale = self._is_tiled
         if not self._is_tiled:
             self._direct = None
-        if self._entered is not None:
-            self._entered.close()
-            self._entered = None
+        self._is_forgotten = True
+        if self._stays_ready:
+            self._leave()
 
     @property
     def is_on_host(self) -> bool:

@@ -176,9 +176,10 @@ class ReplyEncoder:
         text = content if isinstance(content, str) else self._rendered(content, boundary, ended_by, location)
         # The token in front may take white space away, and shows that this is not the beginning of a text.
         before = self._eos_id if ended_by is None else ended_by
-        token_ids = self.chat.token_ids(self.text_of(before) + text, f"{location}: the reply")
-        if self.text_of(before) and token_ids[0] == before:
-            return text, token_ids[1:]
+        if front := self.text_of(before):
+            token_ids = self.chat.token_ids(front + text, f"{location}: the reply")
+            if token_ids[0] == before:
+                return text, token_ids[1:]
         return text, self.chat.token_ids(text, f"{location}: the reply")
 
     def _rendered(self, messages: Messages, boundary: Boundary, ended_by: int | None, location: str) -> str:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -81,16 +81,14 @@ class Episodes:
 
         What an engine knows of an episode in parts is the last one.
         """
-        output = request.output or Output.of()
-        begin = output.turns[-1].stop if output.turns else 0
+        output, part = request.output or Output.of(), of_last_segment(request)
+        begin, brings = output.turns[-1].stop if output.turns else 0, len(part.output or ())
         left = min(
             request.sampling.max_tokens - output.num_sampled,
-            self._room(request, output),
+            self._context_tokens - len(part.prompt.token_ids) - brings,
             (self._max_turn_tokens or request.sampling.max_tokens) - (len(output) - begin),
         )
-        part = of_last_segment(request)
-        most = len(part.output or ()) + left
-        return replace(part, sampling=replace(request.sampling, max_tokens=most), may_go_on=True)
+        return replace(part, sampling=replace(request.sampling, max_tokens=brings + left), may_go_on=True)
 
     def after_turn(self, request: RolloutRequest, output: Output) -> Output:
         """Return the engine's output as part of the episode: where the engine stopped, only a turn has ended."""
@@ -154,7 +152,7 @@ class Episodes:
             saved_s=replied.saved_s,
             rerendered=said,
         )
-        return replace(output + _unsampled(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
+        return replace(output, **_appended(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
 
     def _tokens_of(
         self, reply: Reply, request: RolloutRequest, output: Output, text: str
@@ -247,7 +245,17 @@ def of_last_segment(request: RolloutRequest) -> RolloutRequest:
     )
 
 
-def _unsampled(output: Output, tokens: IntArray) -> Output:
-    """Return tokens that go behind an answer, though nobody has sampled them."""
-    sources = None if output.sources is None else np.full(len(tokens), NOT_DRAFTED, np.int8)
-    return replace(Output.of(tokens, policy_version=int(output.policy_versions[-1])), sources=sources)
+def _appended(output: Output, tokens: IntArray) -> dict[str, Any]:
+    """Return the columns of an answer with tokens behind it that nobody has sampled."""
+
+    def behind(column: Any, value: Any) -> Any:
+        return np.concatenate([column, np.full(len(tokens), value, column.dtype)])
+
+    kept, sources = output.kept, output.sources
+    return {
+        "token_ids": np.concatenate([output.token_ids, tokens]),
+        "logprobs": behind(output.logprobs, 0.0),
+        "policy_versions": behind(output.policy_versions, output.policy_versions[-1]),
+        "sources": None if sources is None else behind(sources, NOT_DRAFTED),
+        "kept": None if kept is None else replace(kept, counts=behind(kept.counts, 0)),
+    }

@@ -74,6 +74,11 @@ class _Process(ChildProcess):
         self.heard_at = monotonic()
         self.pending: dict[int, _Call] = {}
 
+    def put(self, ask: Ask) -> None:
+        """Add a call to what is sent next."""
+        message = packed(ask)
+        self.unsent += len(message).to_bytes(4, "big") + message  # as Connection.recv_bytes reads it
+
 
 class _Seat:
     """The place of one process, which is started when there is something to ask, and again when it has died."""
@@ -117,10 +122,12 @@ class EnvironmentPool:
         self._replied: list[Replied] = []
 
     def ask(self, episode: str, row: Mapping[str, Any], turns: Sequence[Turn]) -> None:
-        """Ask for the reply to the last turn of an episode, of whose replies only the latest is wanted."""
+        """Ask for the reply to the last turn of an episode, of whose replies only the latest is wanted.
+
+        Calls are sent when `replied` is called, many at once.
+        """
         number = self._current[episode] = next(self._numbers)
         self._seat(episode).waiting.append(_Call(Ask(number, episode, row, turns), asked_at=monotonic()))
-        self._turn(0.0)
 
     def forget(self, episode: str) -> None:
         """Nobody waits for a reply, and the episode is over, or goes on elsewhere: its session ends."""
@@ -133,7 +140,8 @@ class EnvironmentPool:
             for call in [each for each in queue if each.ask.episode == episode]:
                 queue.remove(call)
         if self._has_sessions and seat.process is not None and seat.process.is_ready:
-            self._send(seat.process, Ask(next(self._numbers), episode, {}, ()))
+            seat.process.put(Ask(next(self._numbers), episode, {}, ()))
+            self._flush(seat.process)
 
     def replied(self, timeout_s: float | None) -> list[Replied]:
         """Return what has been replied; where that is nothing yet, wait for the first so long, or without a limit."""
@@ -212,8 +220,8 @@ class EnvironmentPool:
             call.sent_at = monotonic()
             call.deadline = call.sent_at + self._timeout_s + _GRACE_S
             process.pending[call.ask.number] = call
-            if not self._send(process, call.ask):
-                return
+            process.put(call.ask)
+        self._flush(process)
 
     def _start(self, seat: _Seat) -> None:
         try:
@@ -227,12 +235,6 @@ class EnvironmentPool:
         seat.num_failed += 1
         if seat.num_failed >= _MOST_STARTS:
             raise EpisodeError(f"an environment's process did not start: {reason}")
-
-    def _send(self, process: _Process, ask: Ask) -> bool:
-        """Return whether the process is there to take it, now or later."""
-        message = packed(ask)
-        process.unsent += len(message).to_bytes(4, "big") + message  # as Connection.recv_bytes reads it
-        return self._flush(process)
 
     def _flush(self, process: _Process) -> bool:
         """Send what a process reads without waiting; return whether it is alive. A dead one loses its calls."""

@@ -72,20 +72,15 @@ class ChatTokenizer:
         except UnicodeEncodeError as error:
             half = ascii(text[error.start])
             raise DataError(f"{where} has {half}, half of a character, which no tokenizer can read") from error
-        encoded = self.tokenizer(
-            text,
-            add_special_tokens=add_special_tokens,
-            return_special_tokens_mask=True,
-            truncation=False,
-            verbose=False,
-        )
+        if not add_special_tokens:
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False, truncation=False, verbose=False)
+            return np.asarray(token_ids, dtype=np.int32)
+        encoded = self.tokenizer(text, return_special_tokens_mask=True, truncation=False, verbose=False)
         token_ids = encoded["input_ids"]
-        if add_special_tokens:  # the mask is 1 where the tokenizer added: drop those behind the text
-            end = len(token_ids)
-            while end > 0 and encoded["special_tokens_mask"][end - 1]:
-                end -= 1
-            token_ids = token_ids[:end]
-        return np.asarray(token_ids, dtype=np.int32)
+        end = len(token_ids)
+        while end > 0 and encoded["special_tokens_mask"][end - 1]:  # 1 where the tokenizer added: drop those behind
+            end -= 1
+        return np.asarray(token_ids[:end], dtype=np.int32)
 
     def check_known(self, text: str, token_ids: IntArray, where: str) -> None:
         """Raise DataError that names the first part of the text for which the tokenizer has no token."""

@@ -204,13 +204,13 @@ def is_random(model: PreTrainedModel) -> bool:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode within, as without dropout; afterwards each module is in its own mode again, a frozen one too."""
     trained = [module for module in model.modules() if module.training]
-    for module in trained:
-        module.training = False
+    for module in trained:  # whose own way to set an attribute, which may be a weight, takes 50 times as long
+        object.__setattr__(module, "training", False)
     try:
         yield
     finally:
         for module in trained:
-            module.training = True
+            object.__setattr__(module, "training", True)
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import Activity, SpanLog
@@ -161,11 +162,26 @@ class Host:
     # -- decoding ----------------------------------------------------------------------------------------------------
 
     def decode(self, timeout_s: float | None = None, max_passes: int | None = None) -> None:
-        """Let the engine work for a while on what goes first: without limits until a request has ended."""
+        """Let the engine work for a while on what goes first: without limits until a request has ended for good."""
+        until = inf if timeout_s is None else time.perf_counter() + timeout_s
+        if not self._has_next(timeout_s):
+            return
+        with self.engine.ready():
+            self._collect(timeout_s, max_passes)
+            while max_passes is None and not self.finished and (left := until - time.perf_counter()) > 0:
+                left_s = None if timeout_s is None else left
+                if not self._has_next(left_s):
+                    return
+                self._collect(left_s)
+
+    def _has_next(self, timeout_s: float | None) -> bool:
+        """Return whether the engine has something to decode, once replies that are there are behind their turns."""
         self._take_replies(timeout_s)
         self.settle()
-        if not self.is_running:
-            return
+        return self.is_running
+
+    def _collect(self, timeout_s: float | None, max_passes: int | None = None) -> None:
+        """Let the engine work until a request has ended, or a turn of one, and keep that."""
         if self.awaits_replies:
             timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
         priority, started = min(self._num_running), time.perf_counter()
@@ -231,7 +247,8 @@ class Host:
             raise BackendError(f"{name} gave the answer to {completion.request.id} twice, or unasked")
         job.is_running, self._is_settled = False, False
         self._num_running[job.priority] -= 1
-        self._num_running = +self._num_running
+        if not self._num_running[job.priority]:
+            del self._num_running[job.priority]
         output = self.whole(job, completion.output)
         self._leave(job, output if self._episodes is None else self._episodes.after_turn(job.request, output))
 

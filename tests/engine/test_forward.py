@@ -176,6 +176,23 @@ def test_between_two_turns_a_models_parts_are_not_looked_up_again():
     assert engine.forward._direct is not used[0]
 
 
+def test_within_a_context_that_is_ready_another_prepares_only_what_was_forgotten():
+    engine = Engine(tiny_policy(dtype="float32").model.train())
+    forward, model = engine.forward, engine.model
+    with forward.ready():
+        first = forward._direct
+        with forward.ready():
+            assert forward._direct is first
+        assert torch.is_inference_mode_enabled()
+        assert not model.training
+        forward.forget()
+        assert not model.training, "passes may still run"
+        with forward.ready():
+            assert forward._direct not in (first, None)
+    assert model.training
+    assert not torch.is_inference_mode_enabled()
+
+
 def bfloat16():
     return torch.autocast("cpu", torch.bfloat16)
 

@@ -166,3 +166,13 @@ def test_a_request_that_is_withdrawn_keeps_nothing(policy):
     engine.withdraw()
     engine.check_integrity()
     assert not engine.admission.kept.held
+
+
+def test_what_passes_need_is_freed_once_no_request_may_go_on():
+    engine = Engine(tiny_policy(dtype="float32").model)
+    engine.submit(asked(1)[:1])
+    (done,) = engine.run()
+    assert done.finish_reason == "stop"
+    assert engine.forward._direct is not None
+    engine.forget([done.request.id])
+    assert engine.forward._direct is None

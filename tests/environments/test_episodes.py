@@ -45,6 +45,23 @@ class Turns(TokenBackend):
         return super()._leave(name, "length" if is_cut else reason)
 
 
+class Staying(Turns):
+    """Counts the calls of `collect` in each context that is entered for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collects: list[int] = []
+
+    @contextmanager
+    def ready(self):
+        self.collects.append(0)
+        yield
+
+    def collect(self, *limits, **more):
+        self.collects[-1] += 1
+        return super().collect(*limits, **more)
+
+
 @contextmanager
 def episodes(environment=None, *, timeout_s: float = 60.0, **settings) -> Iterator[Episodes]:
     parts = {"decode": lambda ids: "".join(chr(48 + each % 10) for each in ids), "context_tokens": 100}
@@ -118,6 +135,13 @@ def test_limits_end_an_episode_by_their_names(limits, max_tokens, reason, sample
     assert (output.finish_reason, output.num_sampled) == (reason, sampled)
     assert len(output) < limits.get("context_tokens", 100)
     assert output.is_cut == (reason != "stop")
+
+
+def test_the_engine_is_not_left_between_the_turns_of_an_episode():
+    with episodes() as made:
+        engine = Staying()
+        answers(Host(engine, version=0, episodes=made), requests(1))
+    assert engine.collects == [3]
 
 
 def test_a_host_knows_how_many_wait():

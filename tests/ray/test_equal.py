@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from tests.ray.commands import answers, fit, furthest, one_process, temporary, weights
+from rhymerl.history.traces import read_trace
+from tests.integration.test_episodes_rerendered import TEMPLATE
+from tests.ray.commands import ROOT, answers, fit, furthest, one_process, temporary, weights
 
 pytestmark = pytest.mark.ray
 EPISODES = ["task=checked_sum", "task.train_size=12", "task.validation_size=4", "rollout.max_turns=3"]
@@ -50,6 +53,29 @@ def test_episodes_are_those_of_one_process(workers, run_ahead, scheduler, episod
     fit(tmp_path / "run", *EPISODES, *parts)
     assert answers(tmp_path / "run") == answers(episodes_alone)
     assert furthest(weights(tmp_path / "run"), weights(episodes_alone)) < 1e-9
+
+
+def test_what_truncation_left_travels_with_episodes_that_are_rendered_anew(tmp_path):
+    """Without it the update would train other weights."""
+    model = shutil.copytree(ROOT / "rhymerl" / "assets" / "quickstart_policy", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    settings = [
+        f"model.path={model}",
+        "environment=tests.environments.worlds.Counts",
+        "data.system_prompt='0'",  # which makes messages of the task's texts
+        "rollout.history=rerender",
+        "rollout.max_turns=3",
+        "rollout.top_p=0.9",
+        "trainer.max_steps=3",
+    ]
+    one_process(tmp_path / "alone", *settings)
+    fit(tmp_path / "run", "run_ahead=draft", "workers=2", "scheduler=histopipe", *settings)
+    assert answers(tmp_path / "run") == answers(tmp_path / "alone")
+    assert furthest(weights(tmp_path / "run"), weights(tmp_path / "alone")) < 1e-9
+    records = read_trace(tmp_path / "run" / "rollouts.jsonl.gz")
+    assert any(record.parts is not None for record in records)
 
 
 @pytest.mark.parametrize("workers", [1, 4])
