@@ -43,8 +43,7 @@ from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_parts
 from rhymerl.training.episodes import episode_settings
-from rhymerl.training.evaluation import EvaluationSettings, step_name
-from rhymerl.training.evaluator import Evaluator
+from rhymerl.training.evaluation import EvaluationSettings, Evaluator, step_name
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step

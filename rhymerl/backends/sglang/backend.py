@@ -19,7 +19,7 @@ from rhymerl.backends.served import HISTORY_TOKENS, ServedBackend
 from rhymerl.backends.sglang.arguments import check, check_for_ranks, engine_dtype
 from rhymerl.backends.sglang.memory import engine_shape
 from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n, num_sizes
-from rhymerl.backends.sglang.server import require_sglang
+from rhymerl.backends.sglang.own import require_sglang
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget
