@@ -52,8 +52,9 @@ from rhymerl.training.offload import offload
 from rhymerl.training.settings import Rates, UpdateSettings
 from rhymerl.training.state import Resumed, check_base, load_state, state_of
 from rhymerl.training.teacher import TeacherSettings
-from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.training.trainer import (
+    AFTER_EXCEPTION,
+    TeardownOnException,
     datamodule_of,
     end_ranks,
     follow_trainer,
