@@ -26,9 +26,8 @@ from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
 from rhymerl.models.sharding import call, is_sharded, sum_replicas, whole
 from rhymerl.models.shared_prefixes import sharing
-from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import passes_of, step_batch
-from rhymerl.training.passes import Work, over_samples
+from rhymerl.training.passes import Work, balance_samples, over_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample
 

@@ -22,8 +22,8 @@ from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing
 from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, place_runs, sharing, side_by_side
 from rhymerl.testing import make_prompt, tiny_policy
-from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import micro_batches, units
+from rhymerl.training.passes import balance_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.distributed.threads import run_ranks

@@ -15,8 +15,7 @@ import torch
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import FeedWriter
+from rhymerl.backends.remote.drafter_feed import Counters, FeedWriter
 from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments, memory
 from rhymerl.backends.sglang.memory import MemorySplit
