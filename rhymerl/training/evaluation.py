@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,17 +58,13 @@ class EvaluationSettings:
     def rollout(self, training: RolloutSettings, name: str = ONLY_SET) -> RolloutSettings:
         """Return the settings of a rollout on the data set `name`."""
         asked = self._of(name)
-        return RolloutSettings(
-            group_size=asked["samples"],
-            max_tokens=asked["max_tokens"] or training.max_tokens,
-            temperature=asked["temperature"],
-            top_k=training.top_k,
-            top_p=training.top_p,
-            min_p=training.min_p,
-            sampling_replay=False,  # nothing is trained on these answers
-            stop_token_ids=training.stop_token_ids,
-            skip_special_tokens=training.skip_special_tokens,
-        )
+        changed = {
+            "group_size": asked["samples"],
+            "max_tokens": asked["max_tokens"] or training.max_tokens,
+            "temperature": asked["temperature"],
+        }
+        # Nothing is trained on these answers.
+        return replace(training, sampling_replay=False, dynamic_sampling=0, **changed)
 
     def max_tokens_of(self, name: str) -> int | None:
         """Return the limit on answers to the data set `name`, None for the limit of training."""
