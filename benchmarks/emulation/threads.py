@@ -21,8 +21,7 @@ from rhymerl.models.sharding import is_sharded
 from rhymerl.types import Autocast
 from rhymerl.workers.messages import WeightSource
 from rhymerl.workers.remote.base import Connection, HostedBackend
-from rhymerl.workers.remote.host import WorkerHost
-from rhymerl.workers.remote.loading import EngineLoader
+from rhymerl.workers.remote.host import EngineLoader, WorkerHost
 from rhymerl.workers.remote.publishing import Publisher
 from rhymerl.workers.remote.servers import ThreadConnection, copied
 

@@ -25,8 +25,7 @@ from rhymerl.engine.layout import PassLayout
 from rhymerl.history import HistoryStore
 from rhymerl.workers.messages import Events, HostMessage, Weights
 from rhymerl.workers.remote.base import Connection
-from rhymerl.workers.remote.host import WorkerHost
-from rhymerl.workers.remote.loading import EngineLoader
+from rhymerl.workers.remote.host import EngineLoader, WorkerHost
 from rhymerl.workers.remote.servers import ThreadConnection
 
 TICK_S = 1e-3

@@ -12,7 +12,7 @@ import lightning as L
 import numpy as np
 from rich.table import Table
 
-from rhymerl.callbacks.equal_rewards import all_left_out, equal_rewards
+from rhymerl.callbacks.early_warnings import all_left_out, equal_rewards
 from rhymerl.report.printing import readable
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import Rollout

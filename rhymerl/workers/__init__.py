@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from rhymerl.backends.base import Backend, RolloutBackend
-from rhymerl.backends.served import ServedBackend
+from rhymerl.backends.base import Backend, RolloutBackend, ServedBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.environments.build import EpisodeSettings

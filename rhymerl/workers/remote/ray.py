@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import HISTORY_TOKENS, RolloutBackend, ServedBackend
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.served import HISTORY_TOKENS, ServedBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import RolloutBackend, ServedBackend
 from rhymerl.backends.remote.client import NoAnswerError
-from rhymerl.backends.served import ServedBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
