@@ -49,9 +49,8 @@ class Recent:
     """What a rule looks at: the run up to its latest step."""
 
     metrics: dict[str, list[float]]  # of all steps, the latest last; a metric that a run does not log is empty
-    equal_rewards: Sequence[
-        str | None
-    ]  # of the last WINDOW steps: how all answers were rewarded alike, as equal_rewards says it
+    # Of the last WINDOW steps: how all answers were rewarded alike, as `equal_rewards` says it.
+    equal_rewards: Sequence[str | None]
     idle: dict[int, float]  # by worker: the share of the latest step's rollout in which it decoded nothing
     runs_ahead: bool = False  # whether workers may begin the next step
     failing: Sequence[str] = ()  # sentences about rewards that failed in the last WINDOW steps
