@@ -30,9 +30,8 @@ class Backend(ABC):
 
     workers_are_remote = False  # apart from the trainer's ranks
     release_memory = False  # whether its engine gives weights, keys and values back for an update
-    draws_exactly = (
-        False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
-    )
+    # Whether its log-probs are the update's own but for rounding: the same weights, the same precision.
+    draws_exactly = False
     keeps_sets = False  # whether it tells what truncation has left at each token, `Output.kept`
     max_running: int | None = None  # requests that a worker decodes side by side, where that is known
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
