@@ -20,7 +20,7 @@ _LONGEST_NAME = 64  # characters
 Row = Mapping[str, Any]
 
 COLUMNS = ("prompt", "response", "reward", "length", "finish_reason")
-_FILE = "samples.csv"
+_CSV_FILE = "samples.csv"
 
 
 class SampleTable(L.Callback):
@@ -143,7 +143,7 @@ def show_samples(logger: Any, rows: Sequence[Row], *, global_step: int) -> None:
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text("samples", markdown_table(rows), global_step)
     elif isinstance(logger, CSVLogger):
-        _append(Path(logger.log_dir) / _FILE, rows)
+        _append(Path(logger.log_dir) / _CSV_FILE, rows)
     elif callable(log_table := getattr(logger, "log_table", None)):
         columns = ["step", *COLUMNS]
         log_table("samples", columns=columns, data=[[row[name] for name in columns] for row in rows], step=global_step)

@@ -37,14 +37,14 @@ _SHARE_OF_KERNELS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2*
 _log = logging.getLogger("rhymerl")
 # Waking other threads for each of a model's products costs more than they bring when all of them take about a
 # millisecond. By work and not by time, so that a run repeats bit for bit.
-_FEW = 5e7  # multiplications and additions
+_FEW_OPERATIONS = 5e7
 
 
 @contextmanager
 def threads_for(operations: float) -> Iterator[None]:
     """One thread for a pass of few floating-point operations; torch's own number is restored afterwards."""
     usual = torch.get_num_threads()
-    if operations > _FEW or usual == 1:
+    if operations > _FEW_OPERATIONS or usual == 1:
         yield
         return
     torch.set_num_threads(1)

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from rhymerl.models.logits import PLAIN, LogitTransform
 from rhymerl.models.sharding import is_sharded
 
-_LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
 if TYPE_CHECKING:
     from rhymerl.types import IndexArray, IntArray
+
+_LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

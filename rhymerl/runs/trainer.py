@@ -30,8 +30,8 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
     "enable_checkpointing": "use checkpoint.every_n_steps",
 }
 _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
-_DEFAULT = "tensorboard"
-_EXTRAS = {"wandb": "pip install 'rhymerl[wandb]'"}
+_DEFAULT_LOGGER = "tensorboard"
+_LOGGER_EXTRAS = {"wandb": "pip install 'rhymerl[wandb]'"}
 
 
 def build_trainer(
@@ -131,17 +131,17 @@ def loggers_of(config: DictConfig, *, first_step: int | None = None) -> Any:
     settings = resolved(config)
     asked, flag = settings["logger"], settings["trainer"].get("logger")
     if flag is not None and flag is not True:
-        is_default = asked == _DEFAULT or (
-            isinstance(asked, Mapping) and asked["_target_"] == _node(_DEFAULT, config)["_target_"]
+        is_default = asked == _DEFAULT_LOGGER or (
+            isinstance(asked, Mapping) and asked["_target_"] == _logger_node(_DEFAULT_LOGGER, config)["_target_"]
         )
         if asked and not is_default:
             raise ConfigError(f"trainer.logger={flag!r}: the run has `logger` already; expected null, or logger=null")
         return flag
     several = asked if isinstance(asked, list) else [asked] if asked else []
-    return [_build(_node(each, config), first_step) for each in several]
+    return [_logger_of(_logger_node(each, config), first_step) for each in several]
 
 
-def _node(asked: object, config: DictConfig) -> dict[str, Any]:
+def _logger_node(asked: object, config: DictConfig) -> dict[str, Any]:
     """Return a logger's node: of a packaged option, of a class by its dotted path, or as it is."""
     if isinstance(asked, Mapping) and "_target_" in asked:
         return dict(asked)
@@ -159,14 +159,14 @@ def _node(asked: object, config: DictConfig) -> dict[str, Any]:
     )
 
 
-def _build(node: dict[str, Any], first_step: int | None) -> Logger:
+def _logger_of(node: dict[str, Any], first_step: int | None) -> Logger:
     if first_step is not None and import_target(node["_target_"], setting="logger") is TensorBoardLogger:
         node = {"purge_step": first_step, **node}
     try:
         logger = instantiate(node, key="logger")
     except ModuleNotFoundError as error:
-        name = next((each for each in _EXTRAS if each in node["_target_"].lower()), None)
-        needed = f"needs {name}: {_EXTRAS[name]}" if name else " ".join(str(error).split())
+        name = next((each for each in _LOGGER_EXTRAS if each in node["_target_"].lower()), None)
+        needed = f"needs {name}: {_LOGGER_EXTRAS[name]}" if name else " ".join(str(error).split())
         raise ConfigError(f"logger={node['_target_']}: {needed}") from error
     if not isinstance(logger, Logger):
         raise ConfigError(f"logger={node['_target_']}: expected a Lightning Logger, it is a {type(logger).__name__}")
