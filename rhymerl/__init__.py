@@ -76,28 +76,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "Algorithm": "algos.base",
-            "Draft": "drafts",
-            "EmbeddedBackend": "backends.embedded",
-            "Environment": "environments.base",
-            "Reply": "environments.base",
-            "FSDP2Strategy": "training.fsdp2",
-            "GRPO": "algos.grpo",
-            "NoDrafter": "drafters.none",
-            "PPO": "algos.ppo",
-            "PolicySource": "models.policy",
-            "PromptDataModule": "data",
-            "Reward": "rewards",
-            "RhymeModule": "training.module",
-            "RolloutBackend": "backends.base",
-            "RolloutLoop": "rollout",
-            "RolloutSettings": "rollout",
-            "SGLangBackend": "backends.sglang.backend",
-            "Task": "tasks",
-            "UpdateSettings": "training.settings",
-            "__version__": "version",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

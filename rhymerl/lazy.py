@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+_IMPORT = re.compile(r"^    from (\S+) import (\([^)]*\)|.*)$", re.MULTILINE)  # under TYPE_CHECKING: indented
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package whose names are in the submodules of `homes`.
 
-    `__getattr__, __dir__ = lazy_names(__name__, {"GRPO": "algos.grpo"})`; an import under TYPE_CHECKING tells type
-    checkers.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for a package: what it imports under TYPE_CHECKING is imported when used.
+
+    `__getattr__, __dir__ = lazy_names(__name__)`: where a name lives is said once, where type checkers read it.
     """
+    module = sys.modules[package]
+    with open(str(module.__file__), encoding="utf-8") as file:
+        homes = {name: home for home, names in _IMPORT.findall(file.read()) for name in re.findall(r"\w+", names)}
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        return getattr(import_module(homes[name]), name)
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(module), *homes})
 
     return get, names

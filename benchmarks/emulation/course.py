@@ -84,7 +84,7 @@ class Course:
             self.workers.clock_s += self.workers.ticks_per_exchange * TICK_S
 
         def answers(workers: HostedWorkers, work: Any) -> Iterator[Any]:
-            self.workers = workers._backend
+            self.workers = workers.backend
             self.workers.update_s, self.workers.weights_s = 0.0, self.weights_s
             if work.number is not None and not self.rollouts:
                 self._before = self.workers.spent

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.emulation.device import EmulatedBackend, EmulatedDevice
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.engine.layout import PassLayout
 from rhymerl.history import HistoryStore
 from rhymerl.workers.messages import Events, HostMessage, Weights
 from rhymerl.workers.remote.base import Connection
-from rhymerl.workers.remote.host import WorkerHost
-from rhymerl.workers.remote.loading import EngineLoader
-from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
+from rhymerl.workers.remote.host import EngineLoader, WorkerHost
+from rhymerl.workers.remote.servers import ThreadConnection
 
 TICK_S = 1e-3
 _REPORT_S = 0.5

@@ -52,7 +52,7 @@ DRAW = tuple(
 )
 OF_ENGINE = ("rhymerl/engine", "rhymerl/models", "rhymerl/types.py", *DRAFTING)
 OF_SGLANG = (
-    *("rhymerl/backends/sglang", "rhymerl/backends/remote", "rhymerl/backends/served.py", "rhymerl/types.py"),
+    *("rhymerl/backends/sglang", "rhymerl/backends/remote", "rhymerl/backends/base.py", "rhymerl/types.py"),
     *(*DRAW, *DRAFTING),
 )
 OF_TABLE = _scripts("sglang_throughput", "sglang_servers", "sglang_work", "bare", "peaked_policy")

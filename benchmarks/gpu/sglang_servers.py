@@ -16,7 +16,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.sglang import arguments as server
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.server import start_server
+from rhymerl.backends.sglang.own import start_server
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
 from rhymerl.history import HistoryStore
 from rhymerl.models.policy import Policy

@@ -16,6 +16,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,21 +70,24 @@ def settings_of() -> UpdateSettings:
 def said(arguments: Any, layout: Layout) -> dict[str, float]:
     """What is computed of a rank's memory, in MB."""
     settings, longest = settings_of(), arguments.length + PROMPT_TOKENS
-    setup = make_setup(
-        model_of(arguments),
-        None,
+    run: Any = SimpleNamespace(
+        model=model_of(arguments),
+        critic=None,
         reference=None,
-        layout=layout,
-        precision="32-true",
         algo=GRPO(),
         update=settings,
+        backend=EmbeddedBackend(),
+        drafter=NoDrafter(),
+        budget=None,
+    )
+    setup = make_setup(
+        run,
+        layout=layout,
+        precision="32-true",
         longest=longest,
         step_tokens=NUM_SAMPLES // layout.num_ranks * longest,
         chunk_tokens=settings.chunk_tokens or 0,
         offloads_optimizer=False,
-        backend=EmbeddedBackend(),
-        drafter=NoDrafter(),
-        budget=None,
     )
     parts = rank_memory(setup).parts
     state = parts["weights"] + parts["gradients"] + parts["moments"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rhymerl.algos.base import Batch
-from rhymerl.algos.functional import group_advantages, sums_from_here
-from rhymerl.algos.functional.advantages import Baseline, Scale
+from rhymerl.algos.functional import Baseline, Scale, group_advantages, sums_from_here
 from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.errors import require
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from rhymerl.algos import metrics
 from rhymerl.algos.base import Algorithm, Batch, Need, PolicyOutput, Totals
 from rhymerl.algos.functional import (
+    Estimator,
+    Level,
     bounded_weight,
     cispo_surrogate,
     clipped_surrogate,
@@ -25,8 +27,6 @@ from rhymerl.algos.functional import (
     weighted_divergence,
     whitened,
 )
-from rhymerl.algos.functional.divergences import Estimator
-from rhymerl.algos.functional.ratios import Level
 from rhymerl.errors import require, require_types
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from rhymerl.algos.base import Batch, Need, PolicyOutput, Totals
 from rhymerl.algos.functional import (
+    Estimator,
     at_last_token,
     clipped_value_loss,
     explained_variance,
     generalized_advantages,
     masked_sum,
 )
-from rhymerl.algos.functional.divergences import Estimator
 from rhymerl.algos.policy_gradient import PolicyGradient
 from rhymerl.errors import require
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rhymerl.memory.outline import ModelShape
     from rhymerl.models.policy import Policy
 
+HISTORY_TOKENS = 50_000_000  # of past answers that a worker remembers at most, unless it is told otherwise
+
 
 class Backend(ABC):
     """A context manager: leaving it frees the engine, and requests still in it are lost.
@@ -28,9 +30,8 @@ class Backend(ABC):
 
     workers_are_remote = False  # apart from the trainer's ranks
     release_memory = False  # whether its engine gives weights, keys and values back for an update
-    draws_exactly = (
-        False  # whether its log-probs are the update's own but for rounding: the same weights, the same precision
-    )
+    # Whether its log-probs are the update's own but for rounding: the same weights, the same precision.
+    draws_exactly = False
     keeps_sets = False  # whether it tells what truncation has left at each token, `Output.kept`
     max_running: int | None = None  # requests that a worker decodes side by side, where that is known
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
@@ -141,3 +142,18 @@ class RolloutBackend(Backend):
         time.
         """
         return {}
+
+
+class ServedBackend(RolloutBackend):
+    """An engine of one's own, or servers that run already: each of these is a worker by itself, and no rank's."""
+
+    history_tokens: int | None = HISTORY_TOKENS  # that each of them remembers at most
+
+    @property
+    @abstractmethod
+    def has_servers(self) -> bool:
+        """Return whether its engines run already."""
+
+    @abstractmethod
+    def servers(self) -> Sequence[ServedBackend]:
+        """Return a backend for each server that there is. Raises BackendError for one that does not answer."""

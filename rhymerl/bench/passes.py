@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -15,10 +16,11 @@ from rhymerl.bench import costs, sglang
 from rhymerl.bench.base import environment
 from rhymerl.bench.policy import PolicyBench
 from rhymerl.config import instantiate, recorded
-from rhymerl.errors import ConfigError, require_at_least
+from rhymerl.errors import ConfigError, at_least, check_ranges, require_at_least
 from rhymerl.progress import SILENT, ProgressBar
 
 
+@dataclass(kw_only=True)
 class MeasureSettings:
     """Settings for timing passes: `nodes` draft nodes a request, `passes` passes, `rounds` times; the least counts.
 
@@ -26,12 +28,13 @@ class MeasureSettings:
     and 15 nodes, each in an engine of its own, and 64 passes.
     """
 
-    def __init__(self, *, nodes: Sequence[int] | None = None, passes: int | None = None, rounds: int = 3) -> None:
-        self.nodes = nodes
-        self.passes = passes
-        self.rounds = rounds
-        least = {"passes": (1 if passes is None else passes, 1), "rounds": (rounds, 1)}
-        require_at_least({**least, "nodes": (min(nodes, default=-1) if nodes is not None else 0, 0)})
+    nodes: Sequence[int] | None = None
+    passes: int | None = at_least(1, None)
+    rounds: int = at_least(1, 3)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require_at_least({"nodes": (min(self.nodes, default=-1) if self.nodes is not None else 0, 0)})
 
     @property
     def given(self) -> dict[str, Any]:

@@ -12,11 +12,10 @@ import numpy as np
 
 from rhymerl.budgets.acceptance import Acceptance, largest_part, rank_in_drafts
 from rhymerl.budgets.base import Budget, PassOutcome
-from rhymerl.budgets.course import PROBE_NODES, PROBED, TRUST, Kind, ProbeCourse
 from rhymerl.budgets.expectation import PassTotals
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.outlook import Choice, Outlook
-from rhymerl.budgets.probe_budget import ProbeBudget
+from rhymerl.budgets.probe_budget import PROBE_NODES, PROBED, TRUST, Kind, ProbeBudget, ProbeCourse
 from rhymerl.budgets.token_weights import TokenWeights
 from rhymerl.costs import CostCurve, PassCost, Points, points_of
 from rhymerl.drafts import DraftBatch

@@ -13,7 +13,6 @@ import lightning as L
 import numpy as np
 
 from rhymerl.backends.spans import EVALUATION
-from rhymerl.callbacks.equal_rewards import all_left_out, equal_rewards
 from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import Rollout
 from rhymerl.training.checks import has_stop
@@ -42,6 +41,7 @@ _WATCHED = (
     "spec/draft_hit_rate",
     "budget/nodes_per_pass",
 )
+Advantages = Callable[[Sequence[int]], Sequence[float | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,8 @@ class Recent:
     """What a rule looks at: the run up to its latest step."""
 
     metrics: dict[str, list[float]]  # of all steps, the latest last; a metric that a run does not log is empty
-    equal_rewards: Sequence[
-        str | None
-    ]  # of the last WINDOW steps: how all answers were rewarded alike, as equal_rewards says it
+    # Of the last WINDOW steps: how all answers were rewarded alike, as `equal_rewards` says it.
+    equal_rewards: Sequence[str | None]
     idle: dict[int, float]  # by worker: the share of the latest step's rollout in which it decoded nothing
     runs_ahead: bool = False  # whether workers may begin the next step
     failing: Sequence[str] = ()  # sentences about rewards that failed in the last WINDOW steps
@@ -290,3 +289,29 @@ def idle_of(rollout: Rollout) -> dict[int, float]:
         seconds[span.worker] += span.seconds if is_busy else 0.0
     whole = max(rollout.metrics["timing_s/rollout"], 1e-9)
     return {worker: max(0.0, 1 - busy / whole) for worker, busy in seconds.items()}
+
+
+def all_left_out(samples: Sequence[Sample], advantages: Advantages) -> bool:
+    """Return whether all answers of a step were cut off at their limit, and are left out of the loss for it."""
+    are_cut = all(sample.completion.output.is_cut for sample in samples)
+    return are_cut and all(each is None for each in advantages(range(len(samples))))
+
+
+def equal_rewards(samples: Sequence[Sample], *, frac_zero_std: float, advantages: Advantages) -> str | None:
+    """Return how a step's answers are rewarded alike, so that they teach nothing; None where some differ.
+
+    `frac_zero_std` is the step's metric; `advantages` are asked, by index of a sample, only where it is 1.
+    """
+    if frac_zero_std < 1:
+        return None
+    turns = [turn for sample in samples for turn in sample.completion.output.turns]
+    if samples[0].turn_weight and all(turn.reward is None for turn in turns):
+        return f"the environment gave no reward in any of the {len(samples):,} episodes"
+    rewards = {sample.reward for sample in samples if sample.has_reward}
+    if not rewards:
+        return f"no reward applies to any of the {len(samples):,} answers"
+    if len(rewards) == 1:
+        return f"all {sum(sample.has_reward for sample in samples):,} answers have the same reward ({rewards.pop():g})"
+    if any(advantages(range(len(samples)))):
+        return None  # the baseline is not the group's
+    return "all answers to each prompt have the same reward"

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.callbacks.steps import StepRecorder
 from rhymerl.engine.totals import PassRecord
-from rhymerl.report.steps import StepFile
 
 
-class RecordPasses(L.Callback):
+class RecordPasses(StepRecorder):
     """Writes a line a step to `path`: passes and rewards of all ranks, and when episodes waited for environments.
 
-    The line's place in the file travels in the checkpoint. Engines in processes of their own do not report passes. Runs
-    on every rank. Needs a RhymeModule.
+    Engines in processes of their own do not report passes. Runs on every rank. Needs a RhymeModule.
     """
 
     def __init__(self, path: str | Path, *, continues: bool = True) -> None:
-        self.continues = continues
-        self._file = StepFile(path)
+        super().__init__(path, continues=continues)
         self._passes: list[PassRecord] = []
         self._rewards: list[tuple[str, float]] = []  # by name, in time.monotonic()
 
@@ -55,10 +52,3 @@ class RecordPasses(L.Callback):
                 if turn.waited_s
             ]
             self._file.append({"step": pl_module.num_rollouts, "ranks": of_ranks, "waits": waits})
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_bytes": self._file.num_bytes}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self.continues:
-            self._file = StepFile(self._file.path, num_bytes=state_dict["num_bytes"])

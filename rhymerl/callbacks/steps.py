@@ -21,19 +21,35 @@ from rhymerl.types import IntArray, Output, Sample
 _CONTEXT = 8  # tokens
 
 
-class RecordSteps(L.Callback):
+class StepRecorder(L.Callback):
+    """Has a file with a line a step, and its place there in the checkpoint, so that a resumed run continues it.
+
+    Without `continues` the file begins with the run's first step.
+    """
+
+    def __init__(self, path: str | Path, *, continues: bool = True) -> None:
+        self.continues = continues
+        self._file = StepFile(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_bytes": self._file.num_bytes}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.continues:
+            self._file = StepFile(self._file.path, num_bytes=state_dict["num_bytes"])
+
+
+class RecordSteps(StepRecorder):
     """Writes a run's records to `path`, in the format of report/steps.py.
 
     They are metrics, warnings, times of workers, an index of all answers and the texts of some. Texts are written for
-    the same prompts in each epoch, so many that there are at most `MAX_TEXTS` answers over the run. The place in the
-    file travels in the checkpoint, so a resumed run continues the file; without `continues` the file begins with its
-    first step. Needs a RhymeModule and a PromptDataModule.
+    the same prompts in each epoch, so many that there are at most `MAX_TEXTS` answers over the run. Needs a RhymeModule
+    and a PromptDataModule.
     """
 
     def __init__(self, path: str | Path, *, warnings: EarlyWarnings | None = None, continues: bool = True) -> None:
+        super().__init__(path, continues=continues)
         self.warnings = warnings  # a callback that comes before this one
-        self.continues = continues
-        self._file = StepFile(path)
         self._chosen: set[str] = set()  # keys of prompts whose answers are kept with their texts
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -89,13 +105,6 @@ class RecordSteps(L.Callback):
             }
             for index, advantage in zip(chosen, advantages, strict=True)
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_bytes": self._file.num_bytes}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self.continues:
-            self._file = StepFile(self._file.path, num_bytes=state_dict["num_bytes"])
 
 
 def _parts(output: Output, decode: Callable[[IntArray], str]) -> dict[str, Any]:

@@ -35,6 +35,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    _OUTPUT = ("keep_former", "recorded", "resolved", "save_config", "to_yaml", "with_names")
-    _HOMES = {"compose": "composition", "packaged_names": "files", **dict.fromkeys(_OUTPUT, "output")}
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_names(__name__)

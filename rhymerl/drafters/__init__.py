@@ -16,12 +16,4 @@ if TYPE_CHECKING:
 __all__ = ["Drafter", "HistoryTreeDrafter", "NGramDrafter", "NoDrafter", "RunAheadDrafter"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "HistoryTreeDrafter": "history_tree",
-            "NGramDrafter": "ngram",
-            "NoDrafter": "none",
-            "RunAheadDrafter": "run_ahead",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -25,7 +25,6 @@ from rhymerl.engine.layer_steps import ComparedSteps, CompiledSteps, TorchSteps,
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out_pass
 from rhymerl.engine.recurrent import plug_in
 from rhymerl.engine.rows import Rows
-from rhymerl.engine.threads import threads_for
 from rhymerl.engine.tiles import TileLayout, tile
 from rhymerl.models.attention import narrowed
 from rhymerl.models.cudnn import without_cudnn_attention
@@ -37,6 +36,23 @@ _SHARE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2**-9, torch
 # Largest difference of what a kernel finds, as a share of the largest number: what is in between is rounded elsewhere.
 _SHARE_OF_KERNELS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 _log = logging.getLogger("rhymerl")
+# Waking other threads for each of a model's products costs more than they bring when all of them take about a
+# millisecond. By work and not by time, so that a run repeats bit for bit.
+_FEW_OPERATIONS = 5e7
+
+
+@contextmanager
+def threads_for(operations: float) -> Iterator[None]:
+    """One thread for a pass of few floating-point operations; torch's own number is restored afterwards."""
+    usual = torch.get_num_threads()
+    if operations > _FEW_OPERATIONS or usual == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 class Forward:

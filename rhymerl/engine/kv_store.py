@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rhymerl.engine import inputs
 from rhymerl.engine.recurrent import RowStates
-from rhymerl.engine.slots import SlotPool
+from rhymerl.engine.rows import SlotPool
 
 
 class LayerStore(CacheLayerMixin):

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from rhymerl.compiled import compiled
 from rhymerl.types import IndexArray
 
-_MOST_PAIRS = (
-    1_200  # of query and key in a row: up to here the loop wins over the batched product, with one query always
-)
+# Of query and key in a row: up to here the loop wins over the batched product, with one query always.
+_MOST_PAIRS = 1_200
 
 FloatingArray = npt.NDArray[np.floating]
 SlotArray = npt.NDArray[np.uint64]  # unsigned: no check for indices that count from the end

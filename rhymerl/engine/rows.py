@@ -8,7 +8,7 @@ cached: its last one, the root from which the next token is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,10 +16,41 @@ import numpy.typing as npt
 
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.engine.noise import noise_counters
-from rhymerl.engine.slots import SlotPool
 from rhymerl.types import BoolArray, Completion, FinishReason, IndexArray, IntArray, KeptSets, Output, RolloutRequest
 
 NOBODY = -1
+
+
+class SlotPool:
+    """Numbers of free slots. Which slot a token gets is of no consequence for any value."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()
+        self._num_free = num_slots
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def take(self, count: int) -> IndexArray:
+        """Return `count` slots; the caller has checked `num_free`."""
+        assert count <= self._num_free, f"took {count} of {self._num_free} free slots"
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count].copy()
+
+    def give(self, slots: IndexArray) -> None:
+        """Slots that nobody reads any more."""
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
+
+    def check_integrity(self, held: Iterable[IndexArray]) -> None:
+        """Raise AssertionError unless every slot is free or held exactly once."""
+        everything = np.concatenate([self._free[: self._num_free], *held])
+        missing = self.num_slots - len(np.unique(everything))
+        assert len(everything) == self.num_slots and missing == 0, (
+            f"KV slots: {len(everything)} accounted for, {self.num_slots} exist, {missing} missing"
+        )
 
 
 @dataclass(slots=True)

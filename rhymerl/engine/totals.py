@@ -59,9 +59,8 @@ class EngineTotals:
     busy_s: float = 0.0
     tail_s: float = 0.0  # of busy_s, with less than a quarter of the slots running
     draft_s: float = 0.0
-    drafts_to_depth: npt.NDArray[np.int64] = field(
-        default_factory=_by_depth
-    )  # verified ones with a node at depth 1, 2, …
+    # Verified drafts with a node at depth 1, 2, …
+    drafts_to_depth: npt.NDArray[np.int64] = field(default_factory=_by_depth)
     accepted_to_depth: npt.NDArray[np.int64] = field(default_factory=_by_depth)  # of these, accepted so far down
 
     def note(self, record: PassRecord) -> None:

@@ -14,7 +14,4 @@ if TYPE_CHECKING:
 __all__ = ["Environment", "Python", "Reply", "Tools", "Turn", "answer", "calculator", "pure", "python"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {"Python": "ready", "Tools": "tools", "answer": "ready", "calculator": "ready", "python": "ready"},
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -160,6 +160,9 @@ def _cut(path: Path, num_bytes: int) -> None:
 
 
 def _line_of(record: TraceRecord) -> str:
+    sampled = record.sampled.astype(int) if record.sampled is not None else None
+    waits = record.waits.round(4) if record.waits is not None else None
+    arrays = {"logprobs": record.logprobs, "sampled": sampled, "parts": record.parts, "waits": waits}
     fields: dict[str, Any] = {
         "epoch": int(record.epoch),
         "prompt_id": record.prompt_id,
@@ -168,15 +171,8 @@ def _line_of(record: TraceRecord) -> str:
         "response_tokens": record.response_tokens.tolist(),
         "reward": float(record.reward),
         "finish_reason": record.finish_reason,
+        **{name: array.tolist() for name, array in arrays.items() if array is not None},
     }
-    if record.logprobs is not None:
-        fields["logprobs"] = record.logprobs.tolist()
-    if record.sampled is not None:
-        fields["sampled"] = record.sampled.astype(int).tolist()
-    if record.parts is not None:
-        fields["parts"] = record.parts.tolist()
-    if record.waits is not None:
-        fields["waits"] = record.waits.round(4).tolist()
     texts = {"prompt": record.prompt, "response": record.response}
     fields |= {name: text for name, text in texts.items() if text is not None}
     return json.dumps(fields, separators=(",", ":")) + "\n"

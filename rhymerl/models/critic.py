@@ -15,8 +15,8 @@ from rhymerl.errors import ConfigError, at_least, check_ranges
 from rhymerl.models.decoder import decoder_of
 from rhymerl.models.deferred import DeferredWeights
 from rhymerl.models.logprobs import TokenBatch, hidden_states
-from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens
-from rhymerl.models.rope import refuse_changing_rope
+from rhymerl.models.policy import Policy, PolicySource
+from rhymerl.models.rope import refuse_longer
 from rhymerl.models.sharding import replica
 
 
@@ -60,19 +60,14 @@ class CriticSettings:
         if self.path is None:
             body = copy.deepcopy(decoder_of(model))
         else:
-            body = decoder_of(_source(self.path, model).outline(setting="critic"))
+            body = decoder_of(PolicySource.like(model, self.path).outline(setting="critic"))
         return Critic(self, body, body=body, seed=0)
 
     def _load(self, path: str, policy: Policy) -> Policy:
-        loaded = _source(path, policy.model).load(setting="critic")
+        loaded = PolicySource.like(policy.model, path).load(setting="critic")
         if not policy.tokenizer.get_vocab().items() <= loaded.tokenizer.get_vocab().items():
             raise ConfigError(f"critic.path={path!r}: its tokens are not the policy's; it needs the same tokenizer")
         return loaded
-
-
-def _source(path: str, model: PreTrainedModel) -> PolicySource:
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    return PolicySource(path, dtype=names[model.dtype])  # type: ignore[arg-type]
 
 
 def _prefix_in(model: nn.Module, part: nn.Module) -> str:
@@ -113,15 +108,8 @@ class Critic(nn.Module):
 
     def check(self, longest_tokens: int) -> None:
         """Raise ConfigError when a prompt with its answer is longer than the backbone's context."""
-        if self.body is None:
-            return
-        context = context_tokens(self.body.config)
-        if longest_tokens > context:
-            raise ConfigError(
-                f"critic.path={self.settings.path!r}: its context is {context} tokens, a prompt and its answer may have "
-                f"{longest_tokens}"
-            )
-        refuse_changing_rope(self.body, longest_tokens, setting=f"critic.path={self.settings.path!r}")
+        if self.body is not None:
+            refuse_longer(self.body, longest_tokens, setting=f"critic.path={self.settings.path!r}")
 
 
 class ValueHead(nn.Module):

@@ -5,20 +5,47 @@ N = tokens, H = hidden, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import PLAIN, LogitTransform
 from rhymerl.models.sharding import is_sharded
 
+if TYPE_CHECKING:
+    from rhymerl.types import IndexArray, IntArray
+
 _LEAST = -80.0  # what exp makes of less is too small for a float32's exponent: ten times as slow, and it adds nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """A set of ids for each token, one after another; an empty one is the whole vocabulary."""
+
+    token_ids: Tensor  # [ends[-1]]
+    counts: Tensor  # [N]
+    ends: IndexArray  # [N + 1] in the host's memory, which then knows shapes without waiting for a device
+
+    @classmethod
+    def of(cls, sets: Sequence[IntArray], device: torch.device | str) -> KeptTokens:
+        counts = np.array([len(each) for each in sets], np.int64)
+        ids = np.concatenate([np.empty(0, np.int32), *sets]).astype(np.int64)
+        ends = np.concatenate([[0], counts.cumsum()])
+        return cls(token_ids=torch.from_numpy(ids).to(device), counts=torch.from_numpy(counts).to(device), ends=ends)
+
+    def only(self, logits: Tensor, part: slice) -> Tensor:
+        """Return the logits of the tokens in `part`, [n, V], with -inf outside their sets."""
+        first, last, counts = int(self.ends[part.start]), int(self.ends[part.stop]), self.counts[part]
+        lines = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=last - first)
+        is_out = (counts > 0)[:, None].repeat(1, logits.shape[-1])
+        is_out[lines, self.token_ids[first:last]] = False
+        return logits.masked_fill(is_out, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.decoder import decoder_of
-from rhymerl.models.head import ReferenceHead, chosen_logprobs, head_logprobs
-from rhymerl.models.kept import KeptTokens
+from rhymerl.models.head import KeptTokens, ReferenceHead, chosen_logprobs, head_logprobs
 from rhymerl.models.logits import transform_of
 from rhymerl.models.sharding import call, forget_passes
 from rhymerl.models.shared_prefixes import SharedLayout, at, packed_states, place_runs

@@ -240,6 +240,12 @@ class PolicySource:
         check_characters(self.characters)
         self.init = dict(self.init) if self.init is not None else None
 
+    @classmethod
+    def like(cls, model: PreTrainedModel, path: str) -> PolicySource:
+        """Return the source of another model, in the dtype of this one."""
+        names: dict[torch.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
+        return cls(path, dtype=names[model.dtype])
+
     def load(self, *, setting: str = "model") -> Policy:
         """Read or build the policy. Raises ConfigError when `path` is not a model, or the adapter does not fit it.
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rhymerl.errors import ConfigError
-from rhymerl.models.policy import named
+from rhymerl.models.policy import context_tokens, named
 
 # For each kind, the setting that says how long a sequence may be before all positions of its pass are embedded
 # otherwise.
@@ -28,6 +28,15 @@ def refuse_changing_rope(model: PreTrainedModel, longest_tokens: int, *, setting
                 f"longer than {most} tokens, so answers would depend on their neighbours; the longest prompt and its answer have "
                 f"{longest_tokens} tokens, expected at most {most} (data.max_prompt_tokens, rollout.max_tokens), or another model"
             )
+
+
+def refuse_longer(model: PreTrainedModel, longest_tokens: int, *, setting: str) -> None:
+    """Raise ConfigError, which names the setting, for sequences beyond the model's context, and as above."""
+    if longest_tokens > (context := context_tokens(model.config)):
+        raise ConfigError(
+            f"{setting}: its context is {context} tokens, a prompt and its answer may have {longest_tokens}"
+        )
+    refuse_changing_rope(model, longest_tokens, setting=setting)
 
 
 def _changing(config: PretrainedConfig) -> Iterator[tuple[str, int]]:

@@ -47,25 +47,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "Reward": "base",
-            "RewardFn": "base",
-            "RewardScorer": "scorer",
-            "build_rewards": "build",
-            "check_columns": "base",
-            "check_reward": "base",
-            "classifier_score": "classifier",
-            "code": "programs",
-            "exact_match": "functions",
-            "format_match": "functions",
-            "length_penalty": "functions",
-            "math_match": "mathematics",
-            "numeric_match": "functions",
-            "plain_rewards": "build",
-            "reasoning_gym_reward": "reasoning_gym",
-            "tag_match": "functions",
-            "turn_rewards": "functions",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

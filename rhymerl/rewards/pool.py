@@ -176,10 +176,7 @@ class RewardPool:
         if outcome.kind == "again":
             self._alone.append(call)
         else:
-            self._deliver(call, outcome)
-
-    def _deliver(self, call: PendingCall, outcome: Outcome) -> None:
-        self.deliver(self.rewards[call.reward], call.key, outcome)
+            self.deliver(self.rewards[call.reward], call.key, outcome)
 
     def _crashed(self, process: _PooledProcess, message: str = "") -> None:
         self._lose(process, "crash", message=message)
@@ -201,7 +198,7 @@ class RewardPool:
         self._queues[guilty.reward].extendleft(reversed(others))
         if kind == "timeout":
             message = f"it hung for longer than {self.rewards[guilty.reward].timeout_s:g} s"
-        self._deliver(guilty, Outcome(0, kind, message=message or ending))
+        self.deliver(self.rewards[guilty.reward], guilty.key, Outcome(0, kind, message=message or ending))
 
     def _start(self) -> None:
         try:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -68,8 +69,7 @@ class RolloutLoop:
         scheduler.lockstep = lockstep
         self.scorer = scorer
         self.decode = decode
-        self.stop_token_ids = tuple(stop_token_ids)
-        self.seed = seed
+        self._requests = partial(requests_of, seed=seed, stop_token_ids=tuple(stop_token_ids))
         self.device = device
         self.progress = progress  # hears of each answer of this rank
         self.ranks = ranks if ranks is not None else Alone()
@@ -111,7 +111,7 @@ class RolloutLoop:
         teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same arguments.
         """
         self._ahead.stop()
-        requests = self._requests(prompts, step, settings, split)
+        requests = self._requests(prompts, step, settings, split=split)
         rounds = [self._round(requests, step, split, self._following(following, step, settings))]
         samples = rounds[0].samples
         for number in range(1, settings.dynamic_sampling + 1 if replacements is not None else 1):
@@ -119,7 +119,8 @@ class RolloutLoop:
             fresh = list(itertools.islice(replacements or (), len(useless)))
             if not fresh:
                 break
-            rounds.append(self._round(self._requests(fresh, step, settings, split, number), step, split, None))
+            again = self._requests(fresh, step, settings, split=split, round_number=number)
+            rounds.append(self._round(again, step, split, None))
             samples = replaced(samples, useless, rounds[-1].samples)
         if all(sample.completion.finish_reason == "environment" for sample in samples):
             raise EpisodeError(
@@ -172,24 +173,6 @@ class RolloutLoop:
         self.workers.sync_weights(named_tensors, policy_version)
 
     # -- the beginning of a step ---------------------------------------------------------------------------------
-
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        step: int | str,
-        settings: RolloutSettings,
-        split: Split = "train",
-        round_number: int = 0,
-    ) -> list[RolloutRequest]:
-        return requests_of(
-            prompts,
-            step,
-            settings,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            split=split,
-            round_number=round_number,
-        )
 
     def _following(
         self, prompts: Sequence[Prompt] | None, step: int | str, settings: RolloutSettings

@@ -11,7 +11,7 @@ import numpy as np
 from rhymerl.history.answers import are_alike
 from rhymerl.rollout.results import SamplingRound, by_prompt
 from rhymerl.types import Completion, FinishReason, Output, Sample
-from rhymerl.workers.metrics import over_workers
+from rhymerl.workers.base import over_workers
 
 _LIMITS: tuple[FinishReason, ...] = ("max_turns", "length", "context", "environment")
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.algos import GRPO
-from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import GoodputBudget
 from rhymerl.config import instantiate, resolved
@@ -42,6 +42,17 @@ from rhymerl.workers import backend_of_workers
 
 Result = dict[str, Any]
 _PRECISIONS = {"none": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}  # Lightning's short names
+_PARTS: Mapping[str, Callable[[], Any]] = {  # of a module that memory follows from, and what they are by default
+    "algo": GRPO,
+    "rollout": RolloutSettings,
+    "update": UpdateSettings,
+    "evaluation": EvaluationSettings,
+    "backend": EmbeddedBackend,
+    "critic": CriticSettings,
+    "teacher": TeacherSettings,
+    "drafter": HistoryTreeDrafter,
+    "budget": GoodputBudget,
+}
 _DEFAULT_GPU = 80 * GIB  # whose chunks of logits are as large as those of any larger one
 
 
@@ -75,45 +86,34 @@ def setup_from(config: DictConfig, *, device_bytes: int | None) -> Setup:
             config.data[name] = None
     settings = resolved(config)
     parts, data, trainer = settings["module"], settings["data"], settings["trainer"]
-    algo = instantiate(parts["algo"], key="algo", default=GRPO)
-    rollout = instantiate(parts["rollout"], key="rollout", default=RolloutSettings)
-    update = instantiate(parts["update"], key="update", default=UpdateSettings)
-    evaluation = instantiate(parts["evaluation"], key="evaluation", default=EvaluationSettings)
-    backend: Backend = backend_of_workers(instantiate(parts["backend"], key="backend", default=EmbeddedBackend))
-    critic: CriticSettings = instantiate(parts["critic"], key="critic", default=CriticSettings)
-    teacher: TeacherSettings = instantiate(parts["teacher"], key="teacher", default=TeacherSettings)
-    check_algorithm(algo, rollout=rollout, update=update, backend=backend)
+    run: Any = SimpleNamespace(
+        **{name: instantiate(parts[name], key=name, default=default) for name, default in _PARTS.items()}
+    )
+    run.backend = backend_of_workers(run.backend)
+    check_algorithm(run.algo, rollout=run.rollout, update=run.update, backend=run.backend)
     precision = _precision(trainer.get("precision"))
     layout = _layout(trainer)
     if layout.is_sharded:
-        refuse_engine_in_rank(backend)
-    model = outline_of(parts["model"], use="plan with")
+        refuse_engine_in_rank(run.backend)
+    run.model = outline_of(parts["model"], use="plan with")
+    run.critic = run.critic.outline(run.model) if "values" in run.algo.needs else None
+    run.reference = run.teacher.outline(run.model, run.algo)
     task = instantiate(data.get("task"), key="task")
     environment = environment_of(instantiate(parts.get("environment"), key="environment"), task)
     most_tokens = data.get("max_prompt_tokens") or 0
     if environment is not None:
-        most_tokens += rollout.most_reply_tokens
-    longest = _longest(rollout, evaluation, most_tokens, context_tokens(model.config))
+        most_tokens += run.rollout.most_reply_tokens
+    longest = _longest(run.rollout, run.evaluation, most_tokens, context_tokens(run.model.config))
     on_gpu = trainer.get("accelerator") != "cpu"
-    vocabulary = num_embeddings(model)
-    chunk = update.chunk_tokens or usual_chunk_tokens(
-        vocabulary, gpu_bytes=(device_bytes or _DEFAULT_GPU) if on_gpu else None
-    )
+    gpu_bytes = (device_bytes or _DEFAULT_GPU) if on_gpu else None
     return make_setup(
-        model,
-        critic.outline(model) if "values" in algo.needs else None,
-        reference=teacher.outline(model, algo),
+        run,
         layout=layout,
         precision=precision,
-        algo=algo,
-        update=update,
         longest=longest,
-        step_tokens=data.get("prompts_per_step", 1) * rollout.group_size * longest,
-        chunk_tokens=chunk,
-        offloads_optimizer=update.offload_optimizer and on_gpu,
-        backend=backend,
-        drafter=instantiate(parts["drafter"], key="drafter", default=HistoryTreeDrafter),
-        budget=instantiate(parts["budget"], key="budget", default=GoodputBudget),
+        step_tokens=data.get("prompts_per_step", 1) * run.rollout.group_size * longest,
+        chunk_tokens=run.update.chunk_tokens or usual_chunk_tokens(num_embeddings(run.model), gpu_bytes=gpu_bytes),
+        offloads_optimizer=run.update.offload_optimizer and on_gpu,
     )
 
 

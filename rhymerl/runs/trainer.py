@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.callbacks import AcceptanceHistograms, AtomicCheckpointIO, Checkpoints, SampleTable
-from rhymerl.config import construct, keep_former, recorded, resolved, save_config
-from rhymerl.errors import ConfigError
+from rhymerl.config import construct, instantiate, keep_former, recorded, resolved, save_config
+from rhymerl.config.files import options, packaged_directory
+from rhymerl.config.targets import import_target, is_dotted_path
+from rhymerl.errors import ConfigError, did_you_mean
 from rhymerl.report.printing import say
-from rhymerl.runs.loggers import loggers_of
 from rhymerl.runs.resume import ResumePoint
 from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_precision, make_trainer, with_environment
@@ -29,6 +30,8 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
     "enable_checkpointing": "use checkpoint.every_n_steps",
 }
 _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
+_DEFAULT_LOGGER = "tensorboard"
+_LOGGER_EXTRAS = {"wandb": "pip install 'rhymerl[wandb]'"}
 
 
 def build_trainer(
@@ -117,3 +120,54 @@ class _LastPoint(L.Callback):
 def note(words: str, *, is_bad: bool = False) -> None:
     """Print a line, on rank 0; in red where something is wrong."""
     say(words, style="red" if is_bad else None)
+
+
+def loggers_of(config: DictConfig, *, first_step: int | None = None) -> Any:
+    """Return the loggers that `logger` asks for, or what Lightning's own flag `trainer.logger` says instead.
+
+    TensorBoard's curves of a run that goes on are cut off at `first_step`, from which they are written anew. Raises
+    ConfigError.
+    """
+    settings = resolved(config)
+    asked, flag = settings["logger"], settings["trainer"].get("logger")
+    if flag is not None and flag is not True:
+        is_default = asked == _DEFAULT_LOGGER or (
+            isinstance(asked, Mapping) and asked["_target_"] == _logger_node(_DEFAULT_LOGGER, config)["_target_"]
+        )
+        if asked and not is_default:
+            raise ConfigError(f"trainer.logger={flag!r}: the run has `logger` already; expected null, or logger=null")
+        return flag
+    several = asked if isinstance(asked, list) else [asked] if asked else []
+    return [_logger_of(_logger_node(each, config), first_step) for each in several]
+
+
+def _logger_node(asked: object, config: DictConfig) -> dict[str, Any]:
+    """Return a logger's node: of a packaged option, of a class by its dotted path, or as it is."""
+    if isinstance(asked, Mapping) and "_target_" in asked:
+        return dict(asked)
+    folder = packaged_directory() / "logger"
+    known = options([folder])
+    if asked in known:
+        option = OmegaConf.load(folder / f"{asked}.yaml")
+        node: dict[str, Any] = resolved(OmegaConf.create({"run_dir": config.run_dir, "it": option}))["it"]
+        return node
+    if isinstance(asked, str) and is_dotted_path(asked):
+        return {"_target_": asked}
+    near = did_you_mean(str(asked), known)
+    raise ConfigError(
+        f"logger={asked!r}: expected {', '.join(known)}, a dotted class path, a mapping with _target_, or a list of these{near}"
+    )
+
+
+def _logger_of(node: dict[str, Any], first_step: int | None) -> Logger:
+    if first_step is not None and import_target(node["_target_"], setting="logger") is TensorBoardLogger:
+        node = {"purge_step": first_step, **node}
+    try:
+        logger = instantiate(node, key="logger")
+    except ModuleNotFoundError as error:
+        name = next((each for each in _LOGGER_EXTRAS if each in node["_target_"].lower()), None)
+        needed = f"needs {name}: {_LOGGER_EXTRAS[name]}" if name else " ".join(str(error).split())
+        raise ConfigError(f"logger={node['_target_']}: {needed}") from error
+    if not isinstance(logger, Logger):
+        raise ConfigError(f"logger={node['_target_']}: expected a Lightning Logger, it is a {type(logger).__name__}")
+    return logger

@@ -28,13 +28,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "HistoPipeScheduler": "histopipe",
-            "LengthPredictor": "lengths",
-            "PacedScheduler": "paced",
-            "PackedScheduler": "packed",
-            "SortedScheduler": "sorted",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -53,9 +53,8 @@ class Decoding:
     verified: float = 1.0
     redo_acceptance: float = 0.999  # of a drafted prefetched token whose predecessors were accepted
     redo_nodes: int = 32
-    recomputed: float = (
-        1.0  # share of a moved request's tokens that are computed again; 0 where workers share keys and values
-    )
+    # The share of a moved request's tokens that are computed again; 0 where workers share keys and values.
+    recomputed: float = 1.0
 
     @cached_property
     def redo_tokens(self) -> FloatArray:

@@ -17,8 +17,6 @@ TaskSplit = Literal["train", "validation", "warmstart"]
 Problem = str | list[dict[str, str]]  # text, or chat messages
 
 _TENTHS: tuple[TaskSplit, ...] = ("validation", "train", "train") + ("warmstart",) * 7
-
-
 _PATIENCE = 100_000  # draws in a row that bring nothing new
 
 

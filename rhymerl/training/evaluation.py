@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,12 @@ from rhymerl.data.base import ONLY_SET
 from rhymerl.errors import RewardError, at_least, check_ranges, did_you_mean, require_at_least
 from rhymerl.rewards import Reward
 from rhymerl.rewards.calls import Attempt
+from rhymerl.rewards.failures import Failures
 from rhymerl.rewards.hooks import Extract
 from rhymerl.rewards.resolve import find
-from rhymerl.rollout import RolloutSettings
+from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.rollout.results import by_prompt
+from rhymerl.training.state import Learner, Snapshot
 from rhymerl.types import Sample
 
 _OF_A_SET = ("samples", "temperature", "max_tokens")
@@ -56,17 +58,13 @@ class EvaluationSettings:
     def rollout(self, training: RolloutSettings, name: str = ONLY_SET) -> RolloutSettings:
         """Return the settings of a rollout on the data set `name`."""
         asked = self._of(name)
-        return RolloutSettings(
-            group_size=asked["samples"],
-            max_tokens=asked["max_tokens"] or training.max_tokens,
-            temperature=asked["temperature"],
-            top_k=training.top_k,
-            top_p=training.top_p,
-            min_p=training.min_p,
-            sampling_replay=False,  # nothing is trained on these answers
-            stop_token_ids=training.stop_token_ids,
-            skip_special_tokens=training.skip_special_tokens,
-        )
+        changed = {
+            "group_size": asked["samples"],
+            "max_tokens": asked["max_tokens"] or training.max_tokens,
+            "temperature": asked["temperature"],
+        }
+        # Nothing is trained on these answers.
+        return replace(training, sampling_replay=False, dynamic_sampling=0, **changed)
 
     def max_tokens_of(self, name: str) -> int | None:
         """Return the limit on answers to the data set `name`, None for the limit of training."""
@@ -213,3 +211,51 @@ def _check(values: Mapping[str, Any], within: str = "") -> None:
         if name != "temperature" and isinstance(value, float) and not value.is_integer():
             raise ValueError(f"{within}{name}={value}: expected a whole number")
         require_at_least({within + name: (least if value is None else value, least)})
+
+
+class Evaluator:
+    """Collects the answers between `begin` and `end`, which restores the state of `learners` from training."""
+
+    def __init__(self, settings: EvaluationSettings, *learners: Learner) -> None:
+        self.num_done = 0
+        self.done_at: int | None = None  # rollout steps that had been trained on
+        self.metrics: dict[str, float] = {}  # of the latest one
+        self.answered: dict[str, list[Sample]] = {}  # in the one under way, by data set
+        self._settings = settings
+        self._learners = learners
+        self._snapshot: Snapshot | None = None
+        self._failures = Failures()  # of the rewards
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an evaluation is due after so many rollout steps, and has not been run."""
+        every = self._settings.every_n_steps
+        return bool(every and step) and step % every == 0 and self.done_at != step
+
+    def begin(self) -> None:
+        """Answers come."""
+        self._snapshot = Snapshot(*self._learners)
+        self.answered, self._failures = {}, Failures()
+
+    def add(self, name: str, result: Rollout) -> None:
+        """Take answers to prompts of the data set `name`."""
+        self.answered.setdefault(name, []).extend(result.samples)
+        self._failures += result.failures
+
+    def end(self, rewards: Sequence[Reward], *, step: int) -> dict[str, float]:
+        """Return the metrics of all answers, if any. Raises RewardError if rewards have failed too often."""
+        self._failures.check(rewards, "an evaluation")
+        found: dict[str, float] = {}
+        if self.answered:
+            found = self.metrics = self._settings.metrics(self.answered, rewards)
+            self.num_done, self.done_at = self.num_done + 1, step
+        self.answered = {}
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        self._snapshot = None
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_done": self.num_done, "done_at": self.done_at, "metrics": dict(self.metrics)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_done, self.done_at, self.metrics = state["num_done"], state["done_at"], dict(state["metrics"])

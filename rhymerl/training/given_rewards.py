@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from time import monotonic
 from typing import Any
 
 from rhymerl.algos.base import Algorithm
 from rhymerl.data import PromptDataModule, PromptLoader
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import ConfigError, did_you_mean
+from rhymerl.errors import ConfigError, DataError, did_you_mean
 from rhymerl.models.policy import Policy
 from rhymerl.rewards import Reward, build_rewards, check_reward, tag_match, turn_rewards
-from rhymerl.rewards.answers import check_answers
 from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.hyperparameters import refuse_lost
+from rhymerl.types import Prompt
 
 _LOG = logging.getLogger(__name__)
+_MOST_S = 5.0  # of a start; a computer algebra system takes milliseconds an answer
 
 
 class RewardTrial:
@@ -90,3 +92,39 @@ def check_evaluation(evaluation: EvaluationSettings, names: Iterable[str], rewar
             f"evaluation.right_by={evaluation.right_by!r}: no reward of the run; "
             f"expected one of {', '.join(functions)}, or null"
         )
+
+
+def check_answers(reward: Reward, prompts: Collection[Prompt]) -> list[str]:
+    """Return sentences about rows whose answer a ready-made reward compares badly, each with the first such row.
+
+    Raises DataError where there are rows that no completion could match. As many rows are tried as a few seconds allow.
+    """
+    try_answer = getattr(reward.call, "try_answer", None)
+    if try_answer is None or "answer" in reward.arguments:
+        return []
+    known: dict[str, str] = {}  # what is wrong, by the answer
+    refused: list[tuple[Prompt, str]] = []
+    found: dict[str, list[Prompt]] = {}
+    tried, end = 0, monotonic() + _MOST_S
+    for prompt in prompts:
+        if tried and monotonic() > end:
+            break
+        tried += 1
+        answer = prompt.columns["answer"]
+        try:
+            if (shown := repr(answer)) not in known:
+                known[shown] = try_answer(answer)
+            found.setdefault(known[shown], []).append(prompt)
+        except ValueError as error:
+            refused.append((prompt, str(error)))
+    of = f"of the {'first ' if tried < len(prompts) else ''}{tried:,} rows"
+    if refused:
+        first, problem = refused[0]
+        raise DataError(
+            f"{first.location}: {problem}; {len(refused):,} {of} have an answer that {reward.setting} cannot match with anything"
+        )
+    return [
+        f"{reward.setting}: the answers of {len(rows):,} {of} {words}, the first at {rows[0].location}: {rows[0].columns['answer']!r:.80}"
+        for words, rows in found.items()
+        if words
+    ]

@@ -48,25 +48,17 @@ class Trained(Protocol):
 def setup_of(module: Trained, trainer: Any, datamodule: PromptDataModule) -> Setup:
     """Return what the memory of the ranks of a Trainer follows from, once the data has been prepared."""
     longest = longest_tokens(datamodule, rollout=module.rollout, evaluation=module.evaluation)
-    loader = datamodule.train_loader
-    of_step = loader.prompts_per_step * module.rollout.group_size * longest if loader is not None else longest
+    loader, update = datamodule.train_loader, module.update
     head = module.model.get_output_embeddings()
     assert head is not None, "prove_update has found one"
     return make_setup(
-        module.model,
-        module.critic,
-        reference=module.reference,
+        module,
         layout=_layout(trainer),
         precision=str(trainer.precision),
-        algo=module.algo,
-        update=module.update,
         longest=longest,
-        step_tokens=of_step,
-        chunk_tokens=module.update.chunk_tokens or default_chunk_tokens(head),
-        offloads_optimizer=module.update.offload_optimizer and trainer.strategy.root_device.type != HOST.type,
-        backend=module.backend,
-        drafter=module.drafter,
-        budget=module.budget,
+        step_tokens=longest * (loader.prompts_per_step * module.rollout.group_size if loader is not None else 1),
+        chunk_tokens=update.chunk_tokens or default_chunk_tokens(head),
+        offloads_optimizer=update.offload_optimizer and trainer.strategy.root_device.type != HOST.type,
     )
 
 
@@ -77,27 +69,21 @@ def _layout(trainer: Any) -> Layout:
 
 
 def make_setup(
-    model: PreTrainedModel,
-    critic: Critic | None,
+    run: Trained,
     *,
-    reference: PreTrainedModel | None,
     layout: Layout,
     precision: str,
-    algo: Algorithm,
-    update: UpdateSettings,
     longest: int,
     step_tokens: int,
     chunk_tokens: int,
     offloads_optimizer: bool,
-    backend: Backend,
-    drafter: Drafter,
-    budget: Budget | None,
 ) -> Setup:
-    """Return what memory follows from; the models may be on the meta device, the reference may be the model itself."""
+    """Return what memory follows from; models may be on the meta device, and the reference may be the model itself."""
+    model, critic, algo, update, backend = run.model, run.critic, run.algo, run.update, run.backend
     itemsize = _ITEMSIZES.get(precision, model.dtype.itemsize)
     is_mixed = precision.endswith(_MIXED)
     shape = model_shape(model, longest, itemsize=itemsize, compute_itemsize=min(2, itemsize) if is_mixed else itemsize)
-    tensors = outline(model, reference=reference, critic=critic)
+    tensors = outline(model, reference=run.reference, critic=critic)
     has_body = critic is not None and critic.body is not None
     return Setup(
         tensors=tensors.cast(itemsize) if precision in _ITEMSIZES else tensors,
@@ -116,7 +102,7 @@ def make_setup(
         policy_forwards=_finds_proximal(algo, update, backend)
         + ("reference" in algo.needs and not tensors.reference)
         + ("values" in algo.needs and not has_body),
-        engine=backend.memory(shape, drafter, budget),
+        engine=backend.memory(shape, run.drafter, run.budget),
         is_apart=backend.workers_are_remote,
         in_turn=backend.release_memory,
     )

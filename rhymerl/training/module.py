@@ -43,8 +43,7 @@ from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_parts
 from rhymerl.training.episodes import episode_settings
-from rhymerl.training.evaluation import EvaluationSettings, step_name
-from rhymerl.training.evaluator import Evaluator
+from rhymerl.training.evaluation import EvaluationSettings, Evaluator, step_name
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
 from rhymerl.training.loggers import log_step
@@ -53,8 +52,9 @@ from rhymerl.training.offload import offload
 from rhymerl.training.settings import Rates, UpdateSettings
 from rhymerl.training.state import Resumed, check_base, load_state, state_of
 from rhymerl.training.teacher import TeacherSettings
-from rhymerl.training.teardown import AFTER_EXCEPTION, TeardownOnException
 from rhymerl.training.trainer import (
+    AFTER_EXCEPTION,
+    TeardownOnException,
     datamodule_of,
     end_ranks,
     follow_trainer,

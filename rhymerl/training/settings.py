@@ -89,24 +89,14 @@ class UpdateSettings:
         critic: Critic | None = None,
         teacher: PreTrainedModel | None = None,
     ) -> bool:
-        """Return `shares`. Raises ConfigError if the update computes another model; a collective if sharded."""
-        for each in filter(None, (model, teacher)):
-            prove_update(each)
-        return self.shares(model, longest_tokens, critic=critic, teacher=teacher)
-
-    def shares(
-        self,
-        model: PreTrainedModel,
-        longest_tokens: int,
-        *,
-        critic: Critic | None = None,
-        teacher: PreTrainedModel | None = None,
-    ) -> bool:
         """Return whether shared prefixes are computed once; say why not, if `share_prefixes` is set.
 
         The model has to allow it, and so do a teacher and a critic with a backbone. A dropout would leave out the same
-        of a prompt for all of its answers.
+        of a prompt for all of its answers. Raises ConfigError if the update computes another model; a collective if
+        sharded.
         """
+        for each in filter(None, (model, teacher)):
+            prove_update(each)
         body = critic.body if critic is not None else None
         for each in filter(None, (model, teacher, body)) if self.share_prefixes else ():
             reason = (

@@ -11,8 +11,8 @@ from rhymerl.algos.base import Algorithm
 from rhymerl.errors import ConfigError
 from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.logits import num_tokens
-from rhymerl.models.policy import DTYPES, Policy, PolicySource, context_tokens, frozen
-from rhymerl.models.rope import refuse_changing_rope
+from rhymerl.models.policy import Policy, PolicySource, frozen
+from rhymerl.models.rope import refuse_longer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class TeacherSettings:
         if self.path is None:
             return frozen(policy.model) if algo.reads_reference else None
         with torch.device("cpu"):  # also where the policy's weights come later
-            teacher = self._source(policy.model).load(setting="teacher")
+            teacher = PolicySource.like(policy.model, self.path).load(setting="teacher")
         _check_tokens(teacher, policy, f"teacher.path={self.path!r}")
         vars(teacher.model)["setting"] = "teacher"
         model: PreTrainedModel = teacher.model.requires_grad_(False).eval()
@@ -49,18 +49,13 @@ class TeacherSettings:
         self._check_wanted(algo)
         if self.path is None:
             return frozen(model) if algo.reads_reference else None
-        return self._source(model).outline(setting="teacher")
+        return PolicySource.like(model, self.path).outline(setting="teacher")
 
     def check(self, reference: PreTrainedModel | None, longest_tokens: int) -> PreTrainedModel | None:
         """Return the reference if it is a teacher. Raises ConfigError where sequences are longer than its context."""
         if self.path is None or reference is None:
             return None
-        setting, context = f"teacher.path={self.path!r}", context_tokens(reference.config)
-        if longest_tokens > context:
-            raise ConfigError(
-                f"{setting}: its context is {context} tokens, a prompt and its answer may have {longest_tokens}"
-            )
-        refuse_changing_rope(reference, longest_tokens, setting=setting)
+        refuse_longer(reference, longest_tokens, setting=f"teacher.path={self.path!r}")
         return reference
 
     def _check_wanted(self, algo: Algorithm) -> None:
@@ -72,10 +67,6 @@ class TeacherSettings:
             raise ConfigError(
                 f"teacher.path={self.path!r}: {type(algo).__name__} reads no teacher; expected null, algo=distill, or algo.kl_coef above 0"
             )
-
-    def _source(self, model: PreTrainedModel) -> PolicySource:
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        return PolicySource(self.path, dtype=names[model.dtype])  # type: ignore[arg-type]
 
 
 def _check_tokens(teacher: Policy, policy: Policy, setting: str) -> None:

@@ -24,6 +24,8 @@ from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 
 from rhymerl.backends.base import Backend
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -32,7 +34,6 @@ from rhymerl.config.targets import import_target
 from rhymerl.config.tree import is_component
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.cores import usable_cores
-from rhymerl.distributed.equal_weights import equal_weights
 from rhymerl.distributed.failure_detector import is_loopback
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import end_with_parent
@@ -43,6 +44,8 @@ from rhymerl.training.fsdp2 import FSDP2Strategy
 _LOG = logging.getLogger(__name__)
 _LIGHTNING_LOGS_EVERY = 50  # steps
 _LOOPBACKS = ("lo", "lo0")  # as Linux and others call it
+AFTER_EXCEPTION = "exception"  # the stage of a teardown that Lightning does not call itself
+_BUCKET_BYTES = 250 * 2**20  # DDP's own for this
 
 
 def make_trainer(settings: Mapping[str, Any]) -> L.Trainer:
@@ -324,3 +327,23 @@ def _peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class TeardownOnException(L.Callback):
+    """Tells the module which error ends the fit and calls its `teardown`: Lightning does not after an exception."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        module: Any = pl_module
+        module.fail(exception)
+        module.teardown(AFTER_EXCEPTION)
+
+
+def equal_weights(module: nn.Module) -> None:
+    """Give every rank the first one's parameters and buffers, as DDP does when it is made; this is a collective.
+
+    Raises RuntimeError on ranks whose parameters have other shapes than the first one's.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "the process group has been initialised"
+    _verify_param_shape_across_processes(group, list(module.parameters()))
+    _sync_module_states(module, group, _BUCKET_BYTES, src=0, params_and_buffers_to_ignore=())

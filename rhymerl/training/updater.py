@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,8 @@ from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
 from rhymerl.models.sharding import call, is_sharded, sum_replicas, whole
 from rhymerl.models.shared_prefixes import sharing
-from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import passes_of, step_batch
-from rhymerl.training.passes import Work, over_samples
+from rhymerl.training.passes import Work, balance_samples, over_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample
 
@@ -53,6 +52,7 @@ class _Work:
     learns_proximal: Tensor | None  # [B] bool, whose proximal log-probs are those of the update's own pass
 
 
+@dataclass(eq=False, repr=False)
 class Updater:
     """Runs the optimizer steps of one rollout step, on every rank the same ones.
 
@@ -62,38 +62,25 @@ class Updater:
     computed behind one copy of it, and their shared prefixes once.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        algorithm: Algorithm,
-        settings: UpdateSettings,
-        *,
-        temperature: float,
-        seed: int,
-        backward: Callable[[Tensor], None],
-        autocast: Callable[[], AbstractContextManager[Any]],
-        draws_exactly: bool = False,
-        shares_prefixes: bool = False,
-        reference: PreTrainedModel | None = None,
-        critic: Critic | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.model = model
-        self.algorithm = algorithm
-        self.settings = settings
-        self.temperature = temperature
-        self.seed = seed
-        self.backward = backward
-        self.autocast = autocast
-        self.draws_exactly = draws_exactly
-        self.shares_prefixes = shares_prefixes
-        self.reference = reference
-        self.critic = critic
-        self.ranks = ranks if ranks is not None else Alone()
+    model: PreTrainedModel
+    algorithm: Algorithm
+    settings: UpdateSettings
+    _: KW_ONLY
+    temperature: float
+    seed: int
+    backward: Callable[[Tensor], None]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    draws_exactly: bool = False
+    shares_prefixes: bool = False
+    reference: PreTrainedModel | None = None
+    critic: Critic | None = None
+    ranks: Ranks = field(default_factory=Alone)
+
+    def __post_init__(self) -> None:
         self._batch: Batch | None = None  # of the latest step, until `forget`
         self._places: Mapping[int, int] = {}  # of the samples that are in it
-        self._is_random = is_random(model)
-        self._is_sharded = is_sharded(model)
+        self._is_random = is_random(self.model)
+        self._is_sharded = is_sharded(self.model)
 
     def run(self, samples: Sequence[Sample], step: int, *, optimizer: Any, schedule: LambdaLR) -> Mapping[str, float]:
         """Run all mini-batches of the step, in an order that follows from (seed, step); returns metrics.

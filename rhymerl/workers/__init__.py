@@ -2,21 +2,19 @@
 
 from typing import Any
 
-from rhymerl.backends.base import Backend, RolloutBackend
-from rhymerl.backends.served import ServedBackend
+from rhymerl.backends.base import Backend, RolloutBackend, ServedBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import KeptSets, Output, TurnEnd
 from rhymerl.workers.base import RunAhead, Workers, check_run_ahead, follows_clock
-from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan
+from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan, StepRequests
 from rhymerl.workers.ranks import MovedRequest, RankWorkers
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.hosted import HostedWorkers
 from rhymerl.workers.remote.servers import ServersBackend
 from rhymerl.workers.run_ahead import RunAheadState
-from rhymerl.workers.step import StepRequests
 
 # What travels between the workers of ranks, apart from plain data and arrays.
 RECORDS: tuple[type, ...] = (

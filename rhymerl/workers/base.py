@@ -12,9 +12,9 @@ from rhymerl.backends.spans import WorkerSpan
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.types import Completion, Sample
+from rhymerl.types import Completion, Ratio, Sample
+from rhymerl.workers.coordinator import StepRequests
 from rhymerl.workers.run_ahead import RunAheadState
-from rhymerl.workers.step import StepRequests
 
 # What a worker does that has finished its queue while others have not.
 RunAhead = Literal["off", "draft", "keep", "auto"]
@@ -103,3 +103,22 @@ class Workers(ABC):
 
     def close(self) -> None:
         """End the workers; may be called twice. The backend closes its engines."""
+
+
+def over_workers(each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
+    """Return the metrics of all workers or ranks: sums of ints, ratios of sums, weighted means of other floats."""
+    names = dict.fromkeys(name for metrics in each for name in metrics)
+    return {name: _united(name, each, weights) for name in names}
+
+
+def _united(name: str, each: Sequence[Mapping[str, float]], weights: Sequence[float]) -> float:
+    found = [(metrics[name], weight) for metrics, weight in zip(each, weights, strict=True) if name in metrics]
+    ratios = [value for value, _ in found if isinstance(value, Ratio)]
+    if ratios:
+        return float(Ratio(sum(ratio.part for ratio in ratios), sum(ratio.whole for ratio in ratios)))
+    if all(isinstance(value, int) for value, _ in found):
+        return float(sum(value for value, _ in found))
+    if len({value for value, _ in found}) == 1:
+        return float(found[0][0])  # as it is, without the mean's rounding
+    total = sum(weight for _, weight in found)
+    return sum(value * weight for value, weight in found) / total if total else float(found[0][0])

@@ -8,15 +8,41 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rhymerl.backends.spans import EVALUATION
 from rhymerl.errors import ConfigError, HookError
 from rhymerl.hooks import Hooks, line_of
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_moves, check_plan, plan_hash
-from rhymerl.types import RolloutRequest
-from rhymerl.workers.step import StepRequests
+from rhymerl.types import RolloutRequest, Split
 
 REBALANCE_S = 0.5
 REBALANCE_EXCHANGES = 4  # the same in lockstep, where time is counted in exchanges
 _NEARLY = 0.1  # of a worker's requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequests:
+    """The requests that are answered together, in canonical order, and the next step's, which workers may begin."""
+
+    step: int | str
+    requests: Sequence[RolloutRequest]
+    following: Sequence[RolloutRequest] | None = None
+    split: Split = "train"
+    episodes: str = ""  # what their turns follow from: environment and limits; empty where answers are of one turn
+
+    @property
+    def number(self) -> int | None:
+        """Return the step of training; None for an evaluation, in which nothing moves."""
+        return self.step if isinstance(self.step, int) and self.split == "train" else None
+
+    @property
+    def priority(self) -> int:
+        """Return the priority, of which the lowest goes first: an evaluation before all steps."""
+        return EVALUATION if self.number is None else self.number
+
+    def next_step(self) -> StepRequests:
+        """Return the requests of the next step as a step of their own."""
+        assert isinstance(self.step, int) and self.following is not None
+        return StepRequests(step=self.step + 1, requests=self.following, episodes=self.episodes)
 
 
 def few_left(planned: int) -> int:

@@ -24,13 +24,13 @@ from rhymerl.workers.coordinator import (
     Coordinator,
     ProgressReport,
     SharedPlan,
+    StepRequests,
     coordinator_of,
     make_plan,
     wants_progress,
 )
 from rhymerl.workers.host import Host
 from rhymerl.workers.run_ahead import RunAheadState, digest_of
-from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
 
 _SLICE_S = 0.02  # between two exchanges with the other ranks

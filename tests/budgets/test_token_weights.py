@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from rhymerl.budgets import GoodputBudget
-from rhymerl.budgets.lengths import LengthTable
 from rhymerl.budgets.timeline import rows_of, starts_of
-from rhymerl.budgets.token_weights import TokenWeights
+from rhymerl.budgets.token_weights import LengthTable, TokenWeights
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import HistoryTreeDrafter, NoDrafter
 from rhymerl.history import HistoryStore

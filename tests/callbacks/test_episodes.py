@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.callbacks.samples import lines_of, sample_row
+from rhymerl.callbacks.samples import conversation, lines_of, markdown_table, sample_row, show_samples
 from rhymerl.callbacks.steps import _parts
-from rhymerl.callbacks.tables import conversation, markdown_table, show_samples
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output, Sample, TurnEnd

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rhymerl.distributed.gradients import buckets, sum_gradients
+from rhymerl.distributed.group import buckets, sum_gradients
 from tests.integration.ranked import run_ranks
 
 BUCKET_BYTES = [1, 100, 2**20]

@@ -15,9 +15,8 @@ from rhymerl.engine import device_draw
 from rhymerl.engine.draw import draw_tokens
 from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.noise import keys_at, noise_counters, noise_keys, noise_keys_on_device
-from rhymerl.engine.rows import Rows
+from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.engine.sampler import DeviceSampler, HostSampler, draws_of
-from rhymerl.engine.slots import SlotPool
 from rhymerl.testing import make_requests
 
 

@@ -24,8 +24,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.engine.graphs import Graphs, rounded
 from rhymerl.engine.layer_steps import TorchSteps, TritonSteps
 from rhymerl.engine.layout import lay_out_pass
-from rhymerl.engine.rows import Rows
-from rhymerl.engine.slots import SlotPool
+from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import Seen, requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same

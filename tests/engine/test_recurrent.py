@@ -21,8 +21,7 @@ from rhymerl.engine.engine import Engine
 from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.paths import PassPaths
 from rhymerl.engine.recurrent import Accepted, ConvStates, RuleStates, Terms
-from rhymerl.engine.rows import Rows
-from rhymerl.engine.slots import SlotPool
+from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.engine.support import prove_engine, refuse_unsupported
 from rhymerl.errors import ConfigError
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rhymerl.engine.threads import threads_for
+from rhymerl.engine.forward import threads_for
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,7 @@ from rhymerl.engine import attention as attention_module
 from rhymerl.engine.attention import AttentionPlan, Bucket
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.layout import PassLayout, lay_out_pass
-from rhymerl.engine.rows import Rows
-from rhymerl.engine.slots import SlotPool
+from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.engine.support import prove_engine, refuse_unsupported
 from rhymerl.errors import ConfigError
 from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, last_seen, narrowed

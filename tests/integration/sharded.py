@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO, PPO
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -24,7 +25,6 @@ from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.workers.remote.threads import ThreadBackend
 from tests.integration.training import PROMPTS, REWARD
 
 STEPS = 5

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl import Reward
 from rhymerl.algos import PPO
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -18,7 +19,6 @@ from rhymerl.errors import EpisodeError
 from rhymerl.schedulers import HistoPipeScheduler, SortedScheduler
 from rhymerl.testing import RandomTreeDrafter
 from rhymerl.types import Sample, TurnEnd
-from rhymerl.workers.remote.threads import ThreadBackend
 from tests.environments.worlds import Counts, Raises, Shows
 from tests.integration.conftest import rows
 from tests.integration.training import REWARD, Run, Trained, assert_same_training

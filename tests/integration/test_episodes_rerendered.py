@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.budgets import FixedBudget
 from rhymerl.drafters import HistoryTreeDrafter, NGramDrafter, NoDrafter
@@ -25,7 +26,6 @@ from rhymerl.schedulers import HistoPipeScheduler, SortedScheduler
 from rhymerl.testing import RandomTreeDrafter, tiny_policy
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample, Segment
-from rhymerl.workers.remote.threads import ThreadBackend
 from tests.environments.worlds import Counts
 from tests.integration.conftest import made_once
 from tests.integration.test_episodes import Saver

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from rhymerl.distributed.equal_weights import equal_weights
 from rhymerl.drafters import NoDrafter
 from rhymerl.schedulers import FIFOScheduler
+from rhymerl.training.trainer import equal_weights
 from tests.integration.ranked import run_ranks
 from tests.integration.training import Run
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl import PromptDataModule, RhymeModule
 from rhymerl.algos import GRPO, PPO
 from rhymerl.backends.embedded import EmbeddedBackend
@@ -25,7 +26,6 @@ from rhymerl.models.sharding import whole
 from rhymerl.rollout import RolloutSettings
 from rhymerl.testing import tiny_policy
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.workers.remote.threads import ThreadBackend
 from tests.integration.ranked import run_ranks
 from tests.integration.sharded import furthest, keep, kept
 from tests.integration.training import PROMPTS, REWARD

@@ -19,7 +19,7 @@ import user_rewards
 import rhymerl.rewards
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.rewards import Reward, build_rewards, check_columns, exact_match, plain_rewards
-from rhymerl.rewards.answers import check_answers
+from rhymerl.training.given_rewards import check_answers
 from rhymerl.types import Prompt
 
 

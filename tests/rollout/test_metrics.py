@@ -13,7 +13,7 @@ from rhymerl.history.answers import answers_of, group_advantages
 from rhymerl.rollout.metrics import episode_metrics, rollout_metrics
 from rhymerl.rollout.results import groups_that_teach_nothing
 from rhymerl.types import Output, Ratio, TurnEnd
-from rhymerl.workers.metrics import over_workers
+from rhymerl.workers.base import over_workers
 from tests.training.updates import scored
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from rhymerl.runs.speedup import Speedup, SpeedupTotals, _student_t
+from rhymerl.runs.summary import Speedup, SpeedupTotals, _student_t
 
 
 def report(speedup: float, *, plain: float, drafted: float, share: float = 1.0) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rhymerl.callbacks.equal_rewards import equal_rewards
+from rhymerl.callbacks.early_warnings import equal_rewards
 from rhymerl.rewards.failures import Failures
 from rhymerl.runs.summary import Summary
 from rhymerl.testing import make_requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rhymerl.schedulers import PacedScheduler, PackedScheduler, SortedScheduler
-from rhymerl.schedulers.migration import outliers_to_running
+from rhymerl.schedulers.histopipe import outliers_to_running
 from rhymerl.schedulers.queue_cost import QueueLoad
 from tests.schedulers.answers import progress_of, requests_for, samples_for
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rhymerl.schedulers import HistoPipeScheduler, PackedScheduler, SortedScheduler
+from rhymerl.schedulers.predicting import WaitPredictor
 from rhymerl.schedulers.queue_cost import QueueLoad
-from rhymerl.schedulers.waits import WaitPredictor
 from rhymerl.types import Completion, Output, RolloutRequest, Sample, TurnEnd
 from tests.schedulers.answers import answered, progress_of, requests_for, samples_for
 from tests.schedulers.test_orders import prompts

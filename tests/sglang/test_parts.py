@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import ROUTE
+from rhymerl.backends.remote.drafter_feed import ROUTE, Counters
 from rhymerl.backends.sglang.plugin.route import FeedRoute
 from rhymerl.errors import BackendError
 from tests.backends.sglang.test_keyed import rollout_request, sampling_info

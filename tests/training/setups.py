@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -17,18 +18,22 @@ from rhymerl.training.settings import UpdateSettings
 
 def setup_for(model: PreTrainedModel, critic: Critic | None = None, **more: Any) -> Setup:
     """One rank, one backward a step, no reference, unless something else is said."""
-    settings: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "reference": None,
-        "layout": Layout(),
-        "precision": "32-true",
         "algo": GRPO(),
         "update": UpdateSettings(),
-        "longest": 32,
-        "step_tokens": 512,
-        "chunk_tokens": 64,
-        "offloads_optimizer": False,
         "backend": EmbeddedBackend(kv_tokens=1024),
         "drafter": NoDrafter(),
         "budget": None,
     }
-    return make_setup(model, critic, **{**settings, **more})
+    settings: dict[str, Any] = {
+        "layout": Layout(),
+        "precision": "32-true",
+        "longest": 32,
+        "step_tokens": 512,
+        "chunk_tokens": 64,
+        "offloads_optimizer": False,
+    }
+    assert more.keys() <= {*parts, *settings}
+    run: Any = SimpleNamespace(model=model, critic=critic, **{name: more.get(name, parts[name]) for name in parts})
+    return make_setup(run, **{name: more.get(name, settings[name]) for name in settings})

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.training.balancing import balance, balance_samples
 from rhymerl.training.batches import passes_of
+from rhymerl.training.passes import balance, balance_samples
 from tests.models.test_logprobs import make_samples
 
 lengths = st.lists(st.integers(1, 10_000), max_size=60)

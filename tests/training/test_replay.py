@@ -18,8 +18,7 @@ from rhymerl.drafters import Drafter, HistoryTreeDrafter
 from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.truncation import truncate
-from rhymerl.models.head import chosen_logprobs, head_logprobs
-from rhymerl.models.kept import KeptTokens
+from rhymerl.models.head import KeptTokens, chosen_logprobs, head_logprobs
 from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.models.policy import Policy
 from rhymerl.models.shared_prefixes import sharing

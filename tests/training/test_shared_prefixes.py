@@ -13,6 +13,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO, PPO
+from rhymerl.distributed import Alone
 from rhymerl.models import proof, shared_prefixes
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logprobs import token_batch
@@ -21,14 +22,16 @@ from rhymerl.models.policy import Policy
 from rhymerl.models.proof import prove_sharing
 from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, place_runs, sharing, side_by_side
 from rhymerl.testing import make_prompt, tiny_policy
-from rhymerl.training.balancing import balance_samples
 from rhymerl.training.batches import micro_batches, units
+from rhymerl.training.passes import balance_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.distributed.threads import run_ranks
 from tests.models.test_logprobs import answered
 from tests.products import pairs_first
 from tests.training.updates import ActorCritic, forgiving_grpo, norm_in_double, scored
+
+ALONE = Alone()
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +55,7 @@ class Recording(Updater):
         return {}
 
 
-def gradients(samples, *, shares, algorithm, critic=None, ranks=None, policy=None, **settings):
+def gradients(samples, *, shares, algorithm, critic=None, ranks=ALONE, policy=None, **settings):
     """Return the gradients of each optimizer step of a rollout step, and its metrics."""
     policy, made = policy or policy_of(), algorithm()
     model = copy.deepcopy(policy.model)
@@ -370,9 +373,9 @@ def test_rounding_is_told_from_structure(monkeypatch):
 def test_a_model_that_cannot_computes_row_by_row_and_says_why(made, settings, reason, caplog):
     model = tiny_policy(**made).model
     with caplog.at_level("WARNING"):
-        assert not UpdateSettings(**settings).shares(model, 64)
+        assert not UpdateSettings(**settings).prove(model, 64)
     assert (reason is None and not caplog.text) or reason in caplog.text
-    assert UpdateSettings().shares(policy_of().model, 64)
+    assert UpdateSettings().prove(policy_of().model, 64)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
@@ -381,7 +384,7 @@ def test_a_dropout_of_another_head_is_none(model_type):
     config = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if model_type == "gpt2" else {}
     model = tiny_policy(model_type, **config).model
     assert any("drop" in name and value for name, value in model.config.to_dict().items())
-    assert UpdateSettings().shares(model, 64)
+    assert UpdateSettings().prove(model, 64)
 
 
 def test_outside_of_the_context_no_model_reads_a_shared_layout():

@@ -18,7 +18,7 @@ from rhymerl.training.batches import micro_batches
 from rhymerl.types import Sample, Segment
 from tests.products import pairs_first
 from tests.training import test_update_turns as turns
-from tests.training.test_shared_prefixes import gradients, policy_of
+from tests.training.test_shared_prefixes import ALONE, gradients, policy_of
 from tests.training.updates import norm_in_double, scored
 
 
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_parts_as_rows_with_the_episodes_advanta
     loss = plain.loss()
     expected = torch.autograd.grad(loss, [p for model in models for p in model.parameters()])
 
-    def updated(ranks: Any = None) -> Any:
+    def updated(ranks: Any = ALONE) -> Any:
         asked = {"critic": settings, "ranks": ranks, "micro_batch_tokens": micro_batch_tokens}
         return gradients(episodes, shares=shares, algorithm=make, **asked)
 

@@ -20,7 +20,7 @@ from rhymerl.types import Sample, TurnEnd
 from tests.algos.twin import plain_advantages
 from tests.distributed.threads import run_ranks
 from tests.products import pairs_first
-from tests.training.test_shared_prefixes import gradients, policy_of
+from tests.training.test_shared_prefixes import ALONE, gradients, policy_of
 from tests.training.updates import norm_in_double, scored
 
 CRITIC = CriticSettings(head_std=0.3)
@@ -186,11 +186,11 @@ def test_advantages_loss_and_gradients_are_those_of_the_sampled_tokens_alone(
     expected = torch.autograd.grad(loss, [p for model in models for p in model.parameters()])
     made = [make() for _ in range(num_ranks)]
 
-    def updated(ranks: Any = None) -> Any:
+    def updated(ranks: Any = ALONE) -> Any:
         return gradients(
             episodes,
             shares=shares,
-            algorithm=lambda: made[ranks.rank if ranks is not None else 0],
+            algorithm=lambda: made[ranks.rank],
             critic=settings,
             ranks=ranks,
             micro_batch_tokens=micro_batch_tokens,

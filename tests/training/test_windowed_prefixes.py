@@ -77,7 +77,7 @@ def test_activations_that_are_computed_again():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_share_their_prompts(family):
-    assert UpdateSettings().shares(windowed_model(family, dtype=torch.float32), 64)
+    assert UpdateSettings().prove(windowed_model(family, dtype=torch.float32), 64)
 
 
 @pytest.mark.parametrize(("family", "by"), values_first(WINDOWED.keys(), [-1, 1, 1000]))
@@ -122,6 +122,6 @@ def test_a_model_whose_layers_do_not_say_their_window_computes_row_by_row_and_sa
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
     model = small_model("qwen2_moe", **experts, **window)
     with caplog.at_level("WARNING"):
-        assert not UpdateSettings().shares(model, 64)
+        assert not UpdateSettings().prove(model, 64)
     assert "its states behind a shared prompt are others" in caplog.text
-    assert UpdateSettings().shares(model, 16)
+    assert UpdateSettings().prove(model, 16)

@@ -18,7 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO
 from rhymerl.algos.base import Algorithm, Batch, PolicyOutput, Totals
-from rhymerl.distributed import Ranks
+from rhymerl.distributed import Alone, Ranks
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.policy import Policy
 from rhymerl.models.sharding import replicate, shard
@@ -160,7 +160,7 @@ def run_update(
         shares_prefixes=shares_prefixes,
         reference=reference,
         critic=trained["critic"] if critic is not None else None,
-        ranks=ranks,
+        ranks=ranks if ranks is not None else Alone(),
     )
     metrics = [dict(updater.run(samples, step, optimizer=optimizer, schedule=schedule)) for step in range(steps)]
     return trained, {name: value for name, value in metrics[-1].items() if not name.startswith("timing_s/")}

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 from torch import nn
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import Rollout, RolloutLoop
 from rhymerl.schedulers import FIFOScheduler
-from rhymerl.workers.remote.threads import ThreadBackend
 from tests.rollout.ranked import REWARD, Ranked, length, run_step
 from tests.rollout.tokens import TokenBackend
 

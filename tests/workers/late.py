@@ -6,9 +6,10 @@ import random
 import threading
 import time
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl.history import HistoryStore
 from rhymerl.workers.remote.host import WorkerHost
-from rhymerl.workers.remote.threads import ThreadBackend, ThreadConnection
+from rhymerl.workers.remote.servers import ThreadConnection
 from tests.rollout.tokens import TokenBackend
 
 Pass = tuple[int, tuple[tuple[str, int], ...]]  # the policy's version; ids of requests with tokens that they had

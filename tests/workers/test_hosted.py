@@ -19,9 +19,9 @@ from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output
 from rhymerl.workers import coordinator
+from rhymerl.workers.coordinator import StepRequests
 from rhymerl.workers.messages import OutputDelta
 from rhymerl.workers.remote.in_flight import InFlight
-from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
 from tests.distributed.threads import run_ranks
 from tests.products import pairs_first, values_first

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.rewards import RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_prompt, tiny_policy
-from rhymerl.workers.remote.threads import ThreadBackend
 from tests.products import values_first
 from tests.rollout.ranked import REWARD, SETTINGS, Restless, length, prompts, run_step
 from tests.workers.fleet import fleet

@@ -11,10 +11,10 @@ from functools import partial
 
 import pytest
 
+from benchmarks.emulation.threads import ThreadBackend
 from rhymerl.errors import BackendError
 from rhymerl.rollout import Rollout
 from rhymerl.workers import coordinator
-from rhymerl.workers.remote.threads import ThreadBackend
 from tests.rollout.ranked import Restless, answers, check_kept, length, run_step
 from tests.rollout.tokens import TokenBackend
 from tests.workers.fleet import alone, fleet, run

@@ -7,7 +7,7 @@ import torch
 
 from rhymerl.testing import tiny_policy
 from rhymerl.workers.remote.publishing import Publisher
-from rhymerl.workers.remote.threads import CopiedWeights
+from rhymerl.workers.remote.servers import CopiedWeights
 from tests.models.test_lora import adapted, change
 
 

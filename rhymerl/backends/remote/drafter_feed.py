@@ -3,7 +3,8 @@
 A request names the version of the feed that it needs, so nothing is sent on the engine's own wires. When the first
 request of a step arrives, the drafter has read all messages of the step before. Each file is written whole, read once
 and then removed by the reader. The trainer writes the files for an engine that it has started. To a server that runs
-already it sends the history over HTTP, as plain data, and the plugin's route there writes them.
+already it sends the history over HTTP, as plain data, and the plugin's route there writes them. What the drafter
+counts comes back in one small shared file.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, DataError
@@ -25,6 +29,7 @@ from rhymerl.types import Sample
 _log = logging.getLogger(__name__)
 ROUTE = "/rhymerl/feed"
 LARGEST_BYTES = 2**29  # of a message over HTTP
+COUNTS = ("asks", "hits", "drafted_nodes", "bad_drafts", "draft_s", "passes", "row_passes", "nodes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +103,40 @@ class FeedReader:
 
 def _path(folder: Path, version: int) -> Path:
     return folder / f"{version:09d}.feed"
+
+
+class Counters:
+    """Counters in a file that two processes share: one calls `add`, the other `since`."""
+
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        if new:
+            np.zeros(len(COUNTS)).tofile(path)
+        self._values: npt.NDArray[np.float64] = np.memmap(path, np.float64, "r+", shape=(len(COUNTS),))
+        self._begun = self._reported = np.array(self._values)
+
+    def begin(self) -> None:
+        """Count from now on, as if nothing had been before."""
+        self.since()
+        self._begun = self._reported
+
+    def add(self, **amounts: float) -> None:
+        """Add amounts to the counts."""
+        for name, amount in amounts.items():
+            self._values[COUNTS.index(name)] += amount
+
+    def totals(self) -> Mapping[str, float]:
+        """Return the counts."""
+        return dict(zip(COUNTS, self._values.tolist(), strict=True))
+
+    @property
+    def nodes_a_pass(self) -> float | None:
+        """Draft nodes of a request in a pass, on average; None before the first pass."""
+        new = self._values - self._begun
+        row_passes, nodes = (float(new[COUNTS.index(name)]) for name in ("row_passes", "nodes"))
+        return nodes / row_passes if row_passes else None
+
+    def since(self) -> Mapping[str, float]:
+        """Return the counts since the last call."""
+        now = np.array(self._values)
+        new, self._reported = now - self._reported, now
+        return dict(zip(COUNTS, new.tolist(), strict=True))

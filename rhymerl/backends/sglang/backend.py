@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from rhymerl.backends.base import HISTORY_TOKENS, ServedBackend
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.remote.weight_file import SharedWeightFile
-from rhymerl.backends.served import HISTORY_TOKENS, ServedBackend
 from rhymerl.backends.sglang.arguments import check, check_for_ranks, engine_dtype
 from rhymerl.backends.sglang.memory import engine_shape
 from rhymerl.backends.sglang.nodes import LARGEST, AllowedNodes, allowed_nodes, best_n, num_sizes
-from rhymerl.backends.sglang.server import require_sglang
+from rhymerl.backends.sglang.own import require_sglang
 from rhymerl.backends.sglang.session import Session
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.budgets.base import Budget

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,22 +15,40 @@ import torch
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import FeedWriter
+from rhymerl.backends.remote.drafter_feed import Counters, FeedWriter
 from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments, memory
 from rhymerl.backends.sglang.memory import MemorySplit
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
-from rhymerl.backends.sglang.server import require_sglang, start_server
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
-from rhymerl.errors import BackendError
+from rhymerl.errors import BackendError, ConfigError
 from rhymerl.models.policy import Policy
 
 _log = logging.getLogger(__name__)
 _EVEN = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"  # refuses GPUs of which one has less free memory: the trainer's has
 _DYING_S = 2.0  # from a broken connection to the end of the process
+
+
+def require_sglang(*, memory_saver: bool) -> None:
+    """Raise ConfigError when SGLang is not installed, or not the package with which it gives memory back."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError("backend=sglang: sglang is not installed; pip install 'rhymerl[sglang]'")
+    if memory_saver and importlib.util.find_spec("torch_memory_saver") is None:
+        raise ConfigError(
+            "backend.release_memory=true: expected torch_memory_saver to be installed, which comes with sglang"
+        )
+
+
+def start_server(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Server:
+    """Start SGLang's server with these arguments; it listens on this machine only, and ends with this process."""
+
+    def command(port: int, group_port: int) -> Sequence[str]:
+        ours = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(group_port)]
+        return [sys.executable, "-m", "rhymerl.backends.sglang.plugin.serve", *ours, *arguments]
+
+    return Server(command, environment, log)
 
 
 @dataclass(eq=False)

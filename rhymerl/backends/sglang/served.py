@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rhymerl.backends.remote.client import Client
-from rhymerl.backends.remote.counters import NAMES, Counters
-from rhymerl.backends.remote.drafter_feed import LARGEST_BYTES, ROUTE, FeedMessage
+from rhymerl.backends.remote.drafter_feed import COUNTS, LARGEST_BYTES, ROUTE, Counters, FeedMessage
 from rhymerl.errors import BackendError
 from rhymerl.history.files import to_bytes
 from rhymerl.history.packing import pack_delta
@@ -43,7 +42,7 @@ class ServedCounters(Counters):
         self._engine = engine
         self._timeout_s = timeout_s
         self._before = self._asked()
-        self._values, self._reported, self._begun = np.zeros((3, len(NAMES)))
+        self._values, self._reported, self._begun = np.zeros((3, len(COUNTS)))
 
     def since(self) -> Mapping[str, float]:
         """Ask for the counts, and return those since the last call. Raises BackendError as `Client.get` does."""
@@ -55,7 +54,7 @@ class ServedCounters(Counters):
         if not _is_ours(answer):
             raise _unknown(answer, self._engine)
         counts = answer["counters"]
-        return np.array([counts.get(name, 0.0) for name in NAMES], np.float64)
+        return np.array([counts.get(name, 0.0) for name in COUNTS], np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,4 @@ if TYPE_CHECKING:
 __all__ = ["OpenEnv", "OpenEnvTask", "Verifiers", "VerifiersTask"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {"OpenEnv": "openenv", "OpenEnvTask": "openenv", "Verifiers": "verifiers", "VerifiersTask": "verifiers"},
-    )
+    __getattr__, __dir__ = lazy_names(__name__)

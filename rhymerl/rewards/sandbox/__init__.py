@@ -9,7 +9,7 @@
 The code never sees the tests: its functions are called through a pipe (remote.py), and only plain values come back. The
 warm process sees neither: what it forks reads them.
 
-All but run.py, process.py and cgroup.py is imported by the fresh interpreter, as a package of its own: cheap modules of
+All but run.py and process.py is imported by the fresh interpreter, as a package of its own: cheap modules of
 the standard library only, and imports among them are relative. verifier.py, which is not cheap, is imported where it is
 asked for.
 """

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal, Self, get_args
 
-from rhymerl.rewards.sandbox import cgroup
 from rhymerl.rewards.sandbox.process import SandboxError, UnavailableError, WarmProcess
 from rhymerl.rewards.sandbox.wire import BrokenMessageError, decode, whole_messages, write_message
 
@@ -21,6 +21,7 @@ WALLS: tuple[Wall, ...] = get_args(Wall)
 _START_LIMIT_S = 10.0
 _TRY_AGAIN_AFTER_S = (0.1, 0.3, 0.9)
 _CHUNK_BYTES = 2**16
+_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +92,9 @@ class Sandbox(WarmProcess):
         return self._try(job)
 
     def _try(self, job: Job) -> JobResult:
-        num_refused = cgroup.num_refused()
+        before = num_refused()
         report = _summary(whole_messages(self._messages(job)), job)
-        if report.passed < len(job.tests) and cgroup.num_refused() > num_refused:
+        if report.passed < len(job.tests) and num_refused() > before:
             raise UnavailableError("the machine refused processes or threads while an answer failed")
         return report
 
@@ -164,3 +165,32 @@ def _refuse(kind: str, content: Any) -> Any:
 def missing_walls() -> Mapping[str, str]:
     """Return what this machine does not offer, and why. Raises SandboxError when not even a process can be started."""
     return run(Job(code="x = 1", tests=["assert x == 1"], unsafe_without=WALLS)).missing
+
+
+def num_refused() -> int:
+    """Return how many processes and threads the kernel has refused this group and its ancestors for lack of pids.
+
+    The result is 0 where the group has no limit or cannot be seen, as in some containers.
+    """
+    return sum(_refused_by(folder / "pids.events") for folder in _folders())
+
+
+def _folders() -> list[Path]:
+    """Return the folder that limits processes, by cgroup's first or second version, and all folders above it."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root = _ROOT / "pids" if controllers == "pids" else _ROOT
+            folder = root / path.lstrip("/")
+            if controllers in ("", "pids") and (folder / "pids.events").exists():
+                return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+    return []
+
+
+def _refused_by(events: Path) -> int:
+    with suppress(OSError):
+        for line in events.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "max":
+                return int(count)
+    return 0

@@ -20,8 +20,7 @@ from rhymerl.models.copies import policy_of
 from rhymerl.types import Autocast
 from rhymerl.version import __version__
 from rhymerl.workers.messages import Events, HostMessage
-from rhymerl.workers.remote.host import WorkerHost
-from rhymerl.workers.remote.loading import EngineLoader
+from rhymerl.workers.remote.host import EngineLoader, WorkerHost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.spans import EVALUATION, SpanLog
 from rhymerl.budgets.base import Budget
+from rhymerl.drafters.base import Drafter
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.history import HistoryStore
-from rhymerl.types import Prompt
+from rhymerl.models.copies import copy_weights
+from rhymerl.models.policy import Policy
+from rhymerl.types import Autocast, Prompt
 from rhymerl.workers.host import Host, HostJob
 from rhymerl.workers.messages import (
     Events,
@@ -228,3 +233,25 @@ class WorkerHost(Host):
                 job.reported = len(output)
         with self._changed:
             self._events.deltas += deltas
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineLoader:
+    """Makes the policy with the first weights, starts the engine on it, and copies later weights into it."""
+
+    make_policy: Callable[[], Policy]
+    engine: RolloutBackend
+    drafter: Drafter
+    budget: Budget | None = None
+    autocast: Autocast = nullcontext
+    _policy: Policy | None = None
+
+    def __call__(self, source: WeightSource, version: int) -> RolloutBackend:
+        is_first = self._policy is None
+        policy = self._policy = self._policy or self.make_policy()
+        copy_weights(policy.model, source.load().items())
+        if is_first:
+            self.engine.owns_policy = True
+            self.engine.start(policy, self.drafter, budget=self.budget, autocast=self.autocast)
+        self.engine.sync_weights(policy.named_weights(), version)
+        return self.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
@@ -14,21 +15,20 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.sharding import GatheredTensors
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, Sample
-from rhymerl.workers.base import RunAhead, Workers
-from rhymerl.workers.coordinator import SharedPlan, coordinator_of, make_plan, wants_progress
+from rhymerl.workers.base import RunAhead, Workers, over_workers
+from rhymerl.workers.coordinator import SharedPlan, StepRequests, coordinator_of, make_plan, wants_progress
 from rhymerl.workers.messages import Learn, Measure, Weights
-from rhymerl.workers.metrics import over_workers
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.remote.pool import WorkerPool
 from rhymerl.workers.run_ahead import RunAheadState, digest_of
-from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
 
 _SLICE_S = 0.05  # between two looks of the coordinator
 _MEASURE_S = 10.0  # a worker may take as long to tell of its engine
 
 
+@dataclass(eq=False, repr=False)
 class HostedWorkers(Workers):
     """`num_workers` workers of a started backend.
 
@@ -41,48 +41,43 @@ class HostedWorkers(Workers):
     cannot keep step.
     """
 
-    def __init__(
-        self,
-        backend: HostedBackend,
-        scheduler: Scheduler,
-        *,
-        num_workers: int,
-        ranks: Ranks,
-        run_ahead: RunAhead = "off",
-        max_staleness: int = 1,
-        lockstep: bool = False,
-        episodes: EpisodeSettings | None = None,
-    ) -> None:
-        if lockstep and not backend.counts_passes:
+    backend: HostedBackend
+    scheduler: Scheduler
+    _: KW_ONLY
+    num_workers: int
+    ranks: Ranks
+    run_ahead: RunAhead = "off"
+    max_staleness: int = 1
+    lockstep: bool = False
+    episodes: EpisodeSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.lockstep and not self.backend.counts_passes:
             raise ValueError(
-                f"lockstep=True: {type(backend).__name__} cannot count passes, by which its workers keep step; expected embedded engines"
+                f"lockstep=True: {type(self.backend).__name__} cannot count passes, by which its workers keep step; expected embedded engines"
             )
-        self._backend = backend
-        self._scheduler = scheduler
-        self._ranks = ranks
-        self._run_ahead = run_ahead
-        self._max_staleness = max_staleness
-        self._lockstep = lockstep
         self._resumed: RunAheadState | None = None
         self._published: int | None = None  # the newest version
         self._ahead: InFlight | None = None  # the step to come
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
         self._num_exchanges = 0  # of the latest `answer`
-        self._pool = WorkerPool(backend, num_workers=num_workers, lockstep=lockstep, episodes=episodes)
+        self._pool = WorkerPool(
+            self.backend, num_workers=self.num_workers, lockstep=self.lockstep, episodes=self.episodes
+        )
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def answer(self, work: StepRequests) -> Iterator[Completion]:
-        if self._ranks.rank != 0:
+        if self.ranks.rank != 0:
             return
         started = time.monotonic()
         with self._pool.changed:
             self._pool.settle()
             pending = self._begin(work)
-        reports = wants_progress(self._scheduler)
-        keeps, lockstep = self._run_ahead == "keep", self._lockstep
-        coordinator = coordinator_of(self._scheduler, work, pending.plan, keeps=keeps, lockstep=lockstep, works_on=True)
+        reports = wants_progress(self.scheduler)
+        keeps, lockstep = self.run_ahead == "keep", self.lockstep
+        coordinator = coordinator_of(self.scheduler, work, pending.plan, keeps=keeps, lockstep=lockstep, works_on=True)
         is_done, self._num_exchanges = False, 0
         while not is_done:
             with self._pool.changed:
@@ -129,14 +124,14 @@ class HostedWorkers(Workers):
         return plan, state.outputs
 
     def _plan(self, work: StepRequests) -> SharedPlan:
-        return make_plan(self._scheduler, work.requests, num_workers=len(self._pool.handles), step=work.step)
+        return make_plan(self.scheduler, work.requests, num_workers=len(self._pool.handles), step=work.step)
 
     def _launch(
         self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output] | None = None, *, ahead: int = 0
     ) -> InFlight:
         """Give workers a step; `ahead` is how many policies later than the newest one it is trained."""
-        mode = self._run_ahead if work.number is not None else "off"
-        versions = Versions.of(self._version + ahead, mode, self._max_staleness)
+        mode = self.run_ahead if work.number is not None else "off"
+        versions = Versions.of(self._version + ahead, mode, self.max_staleness)
         pending = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
         self._pool.launch(pending)
         return pending
@@ -154,22 +149,22 @@ class HostedWorkers(Workers):
                 handle.busy_s = 0.0
         self.sampled_s = now - self._ended_at
         self._busy_frac = min(busy_s / max(len(self._pool.handles) * (now - self._ended_at), 1e-9), 1.0)
-        self.busy_s = self._busy_frac * (now - started) * self._ranks.size
+        self.busy_s = self._busy_frac * (now - started) * self.ranks.size
         self._ended_at = now
 
     def _listen_a_while(self, pending: InFlight) -> None:
         """Wait until something is new in a step, but not for long."""
-        if self._lockstep:
+        if self.lockstep:
             self._num_exchanges += 1
             # An evaluation leaves no trace in training: not in its passes either.
-            self._pool.step(self._backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
+            self._pool.step(self.backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
         else:
             self._pool.wait(_SLICE_S, lambda: pending.finished or pending.moved)
 
     def _go_on_ahead(self) -> None:
         """Let workers in lockstep go on with the next step during the update."""
-        if self._lockstep and self._ahead is not None:
-            self._pool.step(self._backend.ticks_of_update(self._num_exchanges), waits=False)
+        if self.lockstep and self._ahead is not None:
+            self._pool.step(self.backend.ticks_of_update(self._num_exchanges), waits=False)
 
     @property
     def num_waiting(self) -> int:
@@ -178,7 +173,7 @@ class HostedWorkers(Workers):
 
     @property
     def works_ahead(self) -> bool:
-        return self._ahead is not None and not self._lockstep
+        return self._ahead is not None and not self.lockstep
 
     def ended_ahead(self) -> list[Completion]:
         with self._pool.changed:
@@ -199,30 +194,30 @@ class HostedWorkers(Workers):
         if policy_version == self._published:
             return
         self._published = policy_version
-        if self._ranks.rank != 0:
+        if self.ranks.rank != 0:
             if isinstance(named_tensors, GatheredTensors):
                 named_tensors.take_part()
             return
-        weights = Weights(version=policy_version, source=self._backend.publish(named_tensors))
+        weights = Weights(version=policy_version, source=self.backend.publish(named_tensors))
         with self._pool.changed:
             self._pool.settle()
             is_first = self._pool.weights is None
             self._pool.publish(weights)
-            if is_first and self._backend.starts_together:
+            if is_first and self.backend.starts_together:
                 self._pool.wait(None, lambda: all(handle.is_up or handle.is_late for handle in self._pool.handles))
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        if self._backend.learns:
+        if self.backend.learns:
             with self._pool.changed:
                 self._pool.settle()
                 self._pool.post(Learn(samples=samples))
 
     def follow(self, history: HistoryStore) -> None:
         """Do nothing: workers get a prompt's past answers with the prompt."""
-        self._pool.history = history if self._backend.remembers else None
+        self._pool.history = history if self.backend.remembers else None
 
     def metrics(self) -> Mapping[str, float]:
-        if self._ranks.rank != 0:
+        if self.ranks.rank != 0:
             return {}
         with self._pool.changed:
             self._pool.settle()
@@ -230,7 +225,7 @@ class HostedWorkers(Workers):
             for handle in asked:
                 handle.measured.clear()
                 handle.connection.post(Measure())
-            if self._lockstep:
+            if self.lockstep:
                 self._pool.step(0)
             else:
                 self._pool.wait(_MEASURE_S, lambda: all(each.measured or not each.is_up for each in asked))

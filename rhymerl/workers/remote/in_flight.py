@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from rhymerl.types import Completion, Output, RolloutRequest
-from rhymerl.workers.coordinator import ProgressReport, SharedPlan
+from rhymerl.workers.coordinator import ProgressReport, SharedPlan, StepRequests
 from rhymerl.workers.messages import OutputDelta, Submit
 from rhymerl.workers.run_ahead import RunAheadState, digest_of
-from rhymerl.workers.step import StepRequests
 from rhymerl.workers.versions import Versions
 
 

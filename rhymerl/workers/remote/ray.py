@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import HISTORY_TOKENS, RolloutBackend, ServedBackend
 from rhymerl.backends.embedded import EmbeddedBackend
-from rhymerl.backends.served import HISTORY_TOKENS, ServedBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
-from rhymerl.errors import BackendError, ConfigError, require_at_least
+from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges
 from rhymerl.memory.base import EngineShape
 from rhymerl.memory.outline import ModelShape
 from rhymerl.models.policy import Policy
@@ -172,6 +171,7 @@ def _settle(asked: Future[Events], found: Events | BaseException) -> None:
             asked.set_result(found)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RayBackend(HostedBackend):
     """Workers as Ray actors, with engines of their own: `engine` is `embedded`, `sglang`, or such a backend's settings.
 
@@ -184,33 +184,22 @@ class RayBackend(HostedBackend):
 
     goes_on_short = True  # Ray finds another place for an actor when there is one
 
-    def __init__(
-        self,
-        *,
-        engine: RolloutBackend | str = "embedded",
-        address: str | None = None,
-        cpus_per_worker: int = 1,
-        gpus_per_worker: int = 0,
-        min_workers: int | None = None,
-        history_tokens: int | None = HISTORY_TOKENS,
-        start_timeout_s: float = 180.0,
-        hang_timeout_s: float = 60.0,
-    ) -> None:
-        require_at_least({"min_workers": (1 if min_workers is None else min_workers, 1)})
-        require_at_least({"cpus_per_worker": (cpus_per_worker, 1), "gpus_per_worker": (gpus_per_worker, 0)})
-        require_at_least({"start_timeout_s": (start_timeout_s, 1), "hang_timeout_s": (hang_timeout_s, 1)})
-        self.engine = _engine(engine) if isinstance(engine, str) else engine
-        self.address = address
-        self.cpus_per_worker = cpus_per_worker
-        self.gpus_per_worker = gpus_per_worker
-        self.min_workers = min_workers
-        self.history_tokens = history_tokens
-        self.start_timeout_s = start_timeout_s
-        self.hang_timeout_s = hang_timeout_s
-        self.draws_exactly = self.engine.draws_exactly
-        self.keeps_sets = self.engine.keeps_sets
-        self.counts_passes = self.engine.counts_passes
-        self.max_running = self.engine.max_running
+    engine: RolloutBackend | str = "embedded"
+    address: str | None = None
+    cpus_per_worker: int = at_least(1, 1)
+    gpus_per_worker: int = at_least(0, 0)
+    min_workers: int | None = at_least(1, None)
+    history_tokens: int | None = HISTORY_TOKENS
+    start_timeout_s: float = at_least(1, 180.0)
+    hang_timeout_s: float = at_least(1, 60.0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        self.engine = self._engine = _engine_named(self.engine) if isinstance(self.engine, str) else self.engine
+        self.draws_exactly = self._engine.draws_exactly
+        self.keeps_sets = self._engine.keeps_sets
+        self.counts_passes = self._engine.counts_passes
+        self.max_running = self._engine.max_running
         self._recipe: HostRecipe | None = None
         self._connections: list[RayConnection] = []
         self._joined_ray = False
@@ -219,24 +208,24 @@ class RayBackend(HostedBackend):
         self._published: WeightSource | None = None  # held until there are newer ones, so that late workers find it
 
     def check(self, longest_tokens: int) -> None:
-        if 0 < self.gpus_per_worker < self.engine.tensor_parallel:
+        if 0 < self.gpus_per_worker < self._engine.tensor_parallel:
             raise ConfigError(
-                f"backend.gpus_per_worker={self.gpus_per_worker}: an engine of backend.engine.tensor_parallel={self.engine.tensor_parallel} takes as "
-                f"many GPUs; expected at least {self.engine.tensor_parallel}"
+                f"backend.gpus_per_worker={self.gpus_per_worker}: an engine of backend.engine.tensor_parallel={self._engine.tensor_parallel} takes as "
+                f"many GPUs; expected at least {self._engine.tensor_parallel}"
             )
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("backend=ray: needs Ray: pip install 'rhymerl[ray]'")
-        if isinstance(self.engine, ServedBackend) and self.engine.has_servers:
+        if isinstance(self._engine, ServedBackend) and self._engine.has_servers:
             raise ConfigError(
                 "backend.engine.url: servers that run already are workers without Ray; expected backend=sglang with backend.url"
             )
-        self.engine.check(longest_tokens)
+        self._engine.check(longest_tokens)
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
-        self.engine.check_drafting(drafter, budget)
+        self._engine.check_drafting(drafter, budget)
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:
-        engine = copy(self.engine)
+        engine = copy(self._engine)
         engine.owns_policy = True
         return engine.memory(model, drafter, budget)
 
@@ -250,7 +239,7 @@ class RayBackend(HostedBackend):
             files=policy.files(),
             dtype=policy.model.dtype,
             attention=policy.model.config._attn_implementation,
-            engine=self.engine,
+            engine=self._engine,
             drafter=drafter,
             budget=budget,
             autocast=autocast,
@@ -343,7 +332,7 @@ class RayBackend(HostedBackend):
         if not ray.is_initialized():
             return None
         found = ray.cluster_resources()
-        return f"Ray with {found.get('CPU', 0):g} CPUs and {found.get('GPU', 0):g} GPUs; engine {type(self.engine).__name__}"
+        return f"Ray with {found.get('CPU', 0):g} CPUs and {found.get('GPU', 0):g} GPUs; engine {type(self._engine).__name__}"
 
     def close(self) -> None:
         for connection in self._connections:
@@ -374,7 +363,7 @@ def _not_joined(address: str | None, error: Exception) -> ConfigError | BackendE
     )
 
 
-def _engine(name: str) -> RolloutBackend:
+def _engine_named(name: str) -> RolloutBackend:
     if name == "embedded":
         return EmbeddedBackend()
     if name == "sglang":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rhymerl.backends.base import RolloutBackend
+from rhymerl.backends.base import RolloutBackend, ServedBackend
 from rhymerl.backends.remote.client import NoAnswerError
-from rhymerl.backends.served import ServedBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -24,13 +24,79 @@ from rhymerl.models.copies import copy_weights, policy_of
 from rhymerl.models.policy import Policy
 from rhymerl.models.sharding import is_sharded
 from rhymerl.types import Autocast
-from rhymerl.workers.messages import WeightSource
-from rhymerl.workers.remote.base import HostedBackend
+from rhymerl.workers.messages import Events, HostMessage, WeightSource
+from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.host import WorkerHost
-from rhymerl.workers.remote.threads import ThreadConnection, copied
 
 _CLOSE_S = 10.0
 _AGAIN_S = 2.0  # between two looks for a server that was lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedWeights(WeightSource):
+    """Weights in this process's memory."""
+
+    tensors: Mapping[str, Tensor]
+
+    def load(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+
+def copied(named_tensors: Iterable[tuple[str, Tensor]]) -> CopiedWeights:
+    """Return copies in the host's memory."""
+    return CopiedWeights(tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors})
+
+
+class ThreadConnection(Connection):
+    """A host in this process. Errors of the kinds `lost` mean that its engine is gone."""
+
+    lost: tuple[type[Exception], ...] = ()
+
+    def __init__(self, host: WorkerHost, *, lockstep: bool) -> None:
+        self._host = host
+        self._is_killed = False
+        self._pool = ThreadPoolExecutor(1)
+        self._thread = threading.Thread(target=host.run, daemon=True)
+        if not lockstep:
+            self._thread.start()
+
+    def post(self, message: HostMessage) -> None:
+        self._host.post(message)
+
+    def poll(self, wait_s: float) -> Future[Events]:
+        return self._asked(lambda: self._host.poll(wait_s))
+
+    def step(self, ticks: int, *, only_evaluates: bool = False) -> Future[Events]:
+        return self._asked(lambda: self._host.step(ticks, only_evaluates=only_evaluates))
+
+    def _asked(self, ask: Callable[[], Events]) -> Future[Events]:
+        try:
+            return self._pool.submit(self._told, ask)
+        except RuntimeError:  # the pool is closed
+            gone: Future[Events] = Future()
+            gone.set_exception(ConnectionError("it was killed"))
+            return gone
+
+    def _told(self, ask: Callable[[], Events]) -> Events:
+        events = ask()
+        if self._is_killed:
+            raise ConnectionError("it was killed")
+        if isinstance(events.error, self.lost):
+            raise ConnectionError(str(events.error))
+        return events
+
+    def kill(self) -> None:
+        self._is_killed = True
+        self._host.close()
+        self._pool.shutdown(wait=False)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until its engine has stopped."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        else:  # in lockstep nobody but the pool has worked with it
+            self._pool.shutdown()
+            self._host.release()
 
 
 class PolicyCopies:

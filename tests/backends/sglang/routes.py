@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import FeedReader
+from rhymerl.backends.remote.drafter_feed import Counters, FeedReader
 from rhymerl.backends.remote.wire import feed_of
 from rhymerl.backends.sglang.plugin.route import FeedRoute
 from rhymerl.drafters import Drafter

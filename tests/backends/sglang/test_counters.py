@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rhymerl.backends.remote.counters import NAMES, Counters
+from rhymerl.backends.remote.drafter_feed import COUNTS, Counters
 
 
 def test_what_was_counted_since_the_last_look(tmp_path):
     trainer = Counters(tmp_path / "counters", new=True)
     engine = Counters(tmp_path / "counters")
-    assert dict(trainer.since()) == dict.fromkeys(NAMES, 0.0)
+    assert dict(trainer.since()) == dict.fromkeys(COUNTS, 0.0)
     engine.add(asks=3, draft_s=0.5)
     engine.add(asks=1)
     seen = trainer.since()

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedReader, FeedWriter
+from rhymerl.backends.remote.drafter_feed import Counters, FeedMessage, FeedReader, FeedWriter
 from rhymerl.backends.remote.wire import without_logprobs
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.budgets import FixedBudget

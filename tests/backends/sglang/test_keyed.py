@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rhymerl.backends.remote.wire import to_custom_params, without_logprobs
 from rhymerl.backends.sglang.plugin import keyed
 from rhymerl.engine.noise import noise_keys, noise_keys_on_device
-from rhymerl.engine.rows import Rows
+from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.engine.sampler import HostSampler
-from rhymerl.engine.slots import SlotPool
 from rhymerl.testing import make_prompt
 from rhymerl.types import RolloutRequest, SamplingParams
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.backends.remote.counters import NAMES, Counters
-from rhymerl.backends.remote.drafter_feed import FeedReader
+from rhymerl.backends.remote.drafter_feed import COUNTS, Counters, FeedReader
 from rhymerl.backends.sglang.plugin import route as plugin
 from rhymerl.backends.sglang.plugin.route import FeedRoute
 from rhymerl.history import NO_VERSION, HistoryDelta, HistoryStore
@@ -72,7 +71,7 @@ def test_it_tells_what_the_drafter_has_counted(served):
     Counters(served.folder / "counters").add(asks=3, draft_s=0.5)
     status, answer = asked(served.route, "GET")
     assert (status, answer["version"]) == (200, 0)
-    assert answer["counters"] == {**dict.fromkeys(NAMES, 0.0), "asks": 3.0, "draft_s": 0.5}
+    assert answer["counters"] == {**dict.fromkeys(COUNTS, 0.0), "asks": 3.0, "draft_s": 0.5}
 
 
 def test_another_trainers_history_takes_the_place_of_the_former_ones(served):

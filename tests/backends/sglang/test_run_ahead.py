@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rhymerl.backends.remote.counters import Counters
+from rhymerl.backends.remote.drafter_feed import Counters
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.budgets import FixedBudget

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rhymerl.backends.remote.process import Server
-from rhymerl.backends.sglang.server import start_server
+from rhymerl.backends.sglang.own import start_server
 from rhymerl.errors import BackendError
 
 HOME = Path(__file__).parents[3]
@@ -116,7 +116,7 @@ def test_only_the_end_of_a_long_log_is_told(start):
 def test_a_server_ends_with_its_trainer(tmp_path, how):
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from rhymerl.backends.sglang.server import start_server\n"
+        "from rhymerl.backends.sglang.own import start_server\n"
         "server = start_server([], {'PYTHONPATH': sys.argv[1]}, Path(sys.argv[2]))\n"
         "server.wait_until_ready(60)\n"
         "print(server._process.pid, flush=True)\n"

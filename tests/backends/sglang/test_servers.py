@@ -159,7 +159,7 @@ def test_a_server_that_goes_is_missed_by_nobody_and_comes_back(engines, flat_pol
     with loop_over(engines, flat_policy) as loop, ExitStack() as stack:
         steps = run(loop, flat_policy, range(20))
         next(steps)
-        loop.workers._backend.start_timeout_s = 0.5
+        loop.workers.backend.start_timeout_s = 0.5
         gone.holds_at = 2  # so that it has requests when it goes
         pool = loop.workers._pool
         held = iter(steps)
@@ -179,7 +179,7 @@ def test_a_run_without_any_server_ends(engines, flat_policy):
     with loop_over(engines, flat_policy) as loop:
         steps = run(loop, flat_policy, range(3))
         next(steps)
-        loop.workers._backend.start_timeout_s = 0.5
+        loop.workers.backend.start_timeout_s = 0.5
         for engine in engines:
             engine.vanish()
         with pytest.raises(BackendError, match=r"has not come up within backend.start_timeout_s=0.5"):

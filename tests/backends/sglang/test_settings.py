@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import FeedMessage, FeedWriter
+from rhymerl.backends.remote.drafter_feed import Counters, FeedMessage, FeedWriter
 from rhymerl.backends.sglang.nodes import num_sizes, widths_to
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.backends.sglang.plugin.settings import EngineSettings

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rhymerl.backends.sglang.backend import SGLangBackend
+from rhymerl.backends.sglang.own import require_sglang
 from rhymerl.backends.sglang.plugin.names import VARIABLE
-from rhymerl.backends.sglang.server import require_sglang
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.drafts import Draft
 from rhymerl.errors import BackendError, ConfigError

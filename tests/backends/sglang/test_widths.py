@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rhymerl.backends.sglang.nodes import uniform
-from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
-from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
+from rhymerl.backends.sglang.plugin.drafting import EngineDrafting, VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRow
 from rhymerl.budgets import AIMDBudget, FixedBudget, UniformGoodputBudget
 from rhymerl.drafts import Draft, DraftBatch

@@ -8,20 +8,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import FeedReader
+from rhymerl.backends.remote.drafter_feed import Counters, FeedReader
 from rhymerl.backends.remote.wire import feed_of
 from rhymerl.backends.sglang.plugin.arrays import TreeArrays, tree_arrays
-from rhymerl.backends.sglang.plugin.outcomes import VerifiedPass
 from rhymerl.backends.sglang.plugin.rows import EngineRequest, EngineRow
-from rhymerl.budgets.base import Budget
+from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafts import DraftBatch, no_drafts
 from rhymerl.engine.protocol import DraftingProtocol
+from rhymerl.engine.walk import walk
 from rhymerl.errors import BackendError
 from rhymerl.history import NO_VERSION, HistoryDelta
 from rhymerl.types import RolloutRequest
@@ -30,6 +29,36 @@ _log = logging.getLogger(__name__)
 _NOTHING_NEW = HistoryDelta(version=NO_VERSION, is_snapshot=False, changes=())
 _SOME = 1  # requests that wait: whether there are any is not known here
 _REPORT_EVERY = 1024  # passes that a budget is told of: it keeps them until it is asked for its metrics
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifiedPass:
+    """A launched pass: its requests [R], their drafts, and the nodes computed for each, padding included."""
+
+    rows: Sequence[EngineRow]
+    drafts: DraftBatch
+    width: int
+    started: float  # when all tokens before it were known
+    is_alone: bool = True  # nothing else ran until its own were
+    _ends: list[int] = field(init=False)  # of each row's tokens before it
+
+    def __post_init__(self) -> None:
+        self._ends = [row.end for row in self.rows]
+
+    def outcome(self, known: float) -> PassOutcome:
+        """Return the outcome once tokens are in the rows, since `known`; requests put back in the queue have none."""
+        drafts, num_rows = self.drafts, len(self.rows)
+        sampled = [row.tokens[end : row.end] for row, end in zip(self.rows, self._ends, strict=True)]
+        return PassOutcome(
+            requests=[row.request for row in self.rows],
+            drafts=drafts,
+            **walk(drafts, sampled)._asdict(),
+            num_tokens=num_rows * (1 + self.width),
+            num_rows=num_rows,
+            seconds=known - self.started if self.is_alone else None,
+            is_decoding=self.is_alone,
+            num_padding=num_rows * self.width - len(drafts.token_ids),
+        )
 
 
 class EngineDrafting:

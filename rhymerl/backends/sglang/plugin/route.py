@@ -15,8 +15,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import LARGEST_BYTES, ROUTE, FeedWriter, message_of
+from rhymerl.backends.remote.drafter_feed import LARGEST_BYTES, ROUTE, Counters, FeedWriter, message_of
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED
 from rhymerl.errors import DataError
 

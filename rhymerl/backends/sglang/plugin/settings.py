@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rhymerl.backends.remote.counters import Counters
-from rhymerl.backends.remote.drafter_feed import FeedReader
+from rhymerl.backends.remote.drafter_feed import Counters, FeedReader
 from rhymerl.backends.sglang.nodes import uniform
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting
 from rhymerl.backends.sglang.plugin.names import VARIABLE
