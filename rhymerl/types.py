@@ -79,9 +79,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0  # keep tokens whose probability is at least min_p times the largest
     stop_token_ids: tuple[int, ...] = ()
-    replay: bool = (
-        False  # where truncation is on, `Output.kept` has what it left, and log-probs are normalised over that
-    )
+    replay: bool = False  # where truncation is on, `Output.kept` has what it left, and log-probs are over that
 
     def __post_init__(self) -> None:
         allowed = {
@@ -103,18 +101,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSets:
-    """The ids that truncation has left at each token, [L] sets: 4 bytes a token, and 4 more for each id of its set."""
+    """The ids that truncation has left at each token, [L] sets: 12 bytes a token, and 4 more for each id of its set."""
 
     counts: IntArray  # [L]; 0 = the whole vocabulary
     token_ids: IntArray  # [sum of counts], one set after another
+    log_masses: FloatArray  # [L] log of the probability that the whole policy gave to the set
 
     @classmethod
-    def of(cls, sets: Sequence[IntArray]) -> KeptSets:
+    def of(cls, sets: Sequence[IntArray], log_masses: npt.ArrayLike) -> KeptSets:
         """Return the sets of some tokens; an empty one is the whole vocabulary."""
         import numpy as np
 
-        counts = np.array([len(each) for each in sets], np.int32)
-        return cls(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *sets]))
+        counts, masses = np.array([len(each) for each in sets], np.int32), np.asarray(log_masses, np.float64)
+        return cls(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *sets]), log_masses=masses)
 
     @property
     def sets(self) -> list[IntArray]:
@@ -127,7 +126,7 @@ class KeptSets:
         return len(self.counts)
 
     def __getitem__(self, part: slice) -> KeptSets:
-        return KeptSets.of(self.sets[part])
+        return KeptSets.of(self.sets[part], self.log_masses[part])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +176,9 @@ class Output:
     num_passes: int = 0  # verify passes in which tokens were emitted
     num_drafted: int = 0  # draft nodes verified
     num_accepted: int = 0  # draft nodes that became tokens
-    sources: npt.NDArray[np.int8] | None = (
-        None  # [L] drafts.DraftSource of accepted tokens, NOT_DRAFTED for others; for reports
-    )
+    sources: npt.NDArray[np.int8] | None = None  # [L] drafts.DraftSource of accepted tokens, else NOT_DRAFTED
     turns: tuple[TurnEnd, ...] = ()  # those that have ended
-    kept: KeptSets | None = (
-        None  # [L] of `SamplingParams.replay`; None: whatever was sampled from, log-probs are over all tokens
-    )
+    kept: KeptSets | None = None  # [L] of `SamplingParams.replay`; None: log-probs are over all tokens
 
     @classmethod
     def of(
@@ -234,8 +229,10 @@ class Output:
         joined: dict[str, Any] = {
             name: None if any(part is None for part in pair) else np.concatenate(pair) for name, pair in pairs.items()
         }
-        untold = earlier.kept is None and self.kept is None
-        return replace(self, **joined, kept=None if untold else KeptSets.of([*earlier.kept_sets, *self.kept_sets]))
+        if earlier.kept is None and self.kept is None:
+            return replace(self, **joined)
+        masses = np.concatenate([earlier.log_masses, self.log_masses])
+        return replace(self, **joined, kept=KeptSets.of([*earlier.kept_sets, *self.kept_sets], masses))
 
     def _columns(self) -> dict[str, Any]:
         """Return the arrays with one entry a token, by name."""
@@ -268,6 +265,13 @@ class Output:
     def kept_sets(self) -> list[IntArray]:
         """Return the ids over which each token's log-prob is normalised, [L]; of an empty set it is the vocabulary."""
         return self.kept.sets if self.kept is not None else [self.token_ids[:0]] * len(self)
+
+    @property
+    def log_masses(self) -> FloatArray:
+        """Return those of these sets, [L]; of the vocabulary it is 0."""
+        import numpy as np
+
+        return self.kept.log_masses if self.kept is not None else np.zeros(len(self))
 
     @property
     def is_finished(self) -> bool:
@@ -307,9 +311,7 @@ class RolloutRequest:
     step: int | None = None  # of training; None outside it. Those of a later step may be answered ahead of it
     output: Output | None = None  # go on from here
     may_go_on: bool = False  # behind what an environment replies to it: an engine keeps what it has computed for it
-    prefetched: IntArray | None = (
-        None  # a draft of the whole answer: what the policy before sampled with the same noise
-    )
+    prefetched: IntArray | None = None  # a draft of the whole answer: of the policy before, with the same noise
     segment: int = 0  # of an episode in segments: which of them this asks for
 
 

@@ -331,7 +331,9 @@ def names_logged_with(algorithm: Algorithm, environment: Environment | None = No
     module = RhymeModule(
         policy,
         algorithm,
-        rollout=RolloutSettings(group_size=2, max_tokens=8, temperature=0.01, stop_token_ids=(3, 5, 7, 9, 11, 13)),
+        rollout=RolloutSettings(
+            group_size=2, max_tokens=8, temperature=0.01, top_k=9, stop_token_ids=(3, 5, 7, 9, 11, 13)
+        ),
         evaluation=EvaluationSettings(samples=2),
         scheduler=SortedScheduler(),
         environment=environment,

@@ -26,6 +26,8 @@ class Batch:
     behaviour_logprobs: Tensor  # [B, T] of the policies that sampled the tokens
     limits: Tensor  # [B] int64, the most tokens that each answer could have had
     is_truncated: Tensor  # [B] bool, cut off at its limit
+    is_stale: Tensor | None = None  # [B, T] bool, sampled by earlier weights than those of the step; None: no token
+    log_masses: Tensor | None = None  # [B, T] of what truncation left to sample from; None: not known
     turn_rewards: Tensor | None = None  # [B, T] the part of `rewards` that turns earned, at their last tokens
     proximal_logprobs: Tensor | None = None  # [B, T] before the first update; None: as behaviour
     reference_logprobs: Tensor | None = None  # [B, T] of the policy that the run started from, or a teacher
@@ -56,6 +58,10 @@ class Batch:
     def lengths(self) -> Tensor:
         """Return the trained tokens of each sample, [B]."""
         return self.mask.sum(-1)
+
+    def after_update(self) -> Self:
+        """Return the batch once the weights have moved; where nothing else is known, tokens are compared with these."""
+        return self if self.proximal_logprobs is not None else replace(self, is_stale=torch.ones_like(self.mask))
 
     def select(self, index: Tensor, width: int) -> Self:
         """Return the samples at `index`, cut to their first `width` tokens."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rhymerl.algos.base import Batch, Totals
-from rhymerl.algos.functional import divergence, ratio_of
+from rhymerl.algos.functional import divergence, masked_sum, ratio_of
 
 
 @torch.no_grad()
@@ -39,15 +39,23 @@ def sampling(logprobs: Tensor, batch: Batch, totals: Totals) -> dict[str, Tensor
     """Return how far the trainer's policy is from the behaviour policy, which sampled the tokens.
 
     The trainer's policy is the one before the step's first update, or the current one where the batch has none of its
-    own.
+    own. Where both had the same weights, they differ by precision alone; truncation, which has been replayed, is in
+    neither.
     """
     ours = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
     difference = (ours - batch.behaviour_logprobs)[batch.mask]
     ratio, gap = ratio_of(difference), difference.abs()
+    is_stale = torch.zeros_like(batch.mask) if batch.is_stale is None else batch.is_stale
+    of_age, of_precision = (masked_sum(gap, which[batch.mask]) for which in (is_stale, ~is_stale))
     found = {
         "sampling/importance_sampling_ratio/mean": ratio.sum() / totals.num_tokens,
         "sampling/sampling_logp_difference/mean": gap.sum() / totals.num_tokens,
+        "sampling/sampling_logp_difference/precision": of_precision / totals.num_tokens,
+        "sampling/sampling_logp_difference/age": of_age / totals.num_tokens,
     }
+    if batch.log_masses is not None:
+        of_truncation = -masked_sum(batch.log_masses, batch.mask) / totals.num_tokens
+        found["sampling/sampling_logp_difference/truncation"] = of_truncation
     if len(ratio):
         found["sampling/importance_sampling_ratio/min"] = ratio.min()
         found["sampling/importance_sampling_ratio/max"] = ratio.max()

@@ -64,9 +64,7 @@ def _has_triton() -> bool:
 def _some_in_torch(
     rules: Truncation | None, logits: Tensor, counters: Tensor, scales: Tensor, logprob_scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    left = logits
+    left = logits = _in_full(logits)
     if rules is not None:
         left = rules.apply(logits)
     scale, logprob_scales = scales.double()[:, None], logprob_scales.double()
@@ -75,6 +73,17 @@ def _some_in_torch(
     tokens = (scores - torch.where(scale > 0, times, 0.0)).argmax(-1)
     chosen = logits.gather(-1, tokens[:, None])[:, 0].double()
     return tokens, (chosen * logprob_scales - log_norms(logits, logprob_scales)).to(logits)
+
+
+def log_masses(left: Tensor, logits: Tensor, scale: Tensor) -> Tensor:
+    """Return the log of the probability that is `left` of logits, both [n, V]; [n] float64, some rows at a time."""
+    rows = max(AT_ONCE // logits.shape[-1], 1)
+    parts = zip(*(each.split(rows) for each in (left, logits, scale.double())), strict=True)
+    return torch.cat([log_norms(_in_full(some), by) - log_norms(_in_full(whole), by) for some, whole, by in parts])
+
+
+def _in_full(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def log_norms(logits: Tensor, scale: Tensor) -> Tensor:

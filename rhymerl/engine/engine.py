@@ -230,7 +230,8 @@ class Engine:
                 "diverged; go on from an earlier checkpoint with a smaller update.learning_rate"
             )
         if (replays := rows.replays[target]).any():
-            rows.keep(target[replays], sampler.kept(verified.index[replays]))
+            noted = verified.index[replays]
+            rows.keep(target[replays], sampler.kept(noted), sampler.log_masses(noted))
         rows.versions[target, index] = self.policy_version
         if len(layout.node_index):
             was_drafted = verified.was_drafted

@@ -16,7 +16,17 @@ import numpy.typing as npt
 
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.engine.noise import noise_counters
-from rhymerl.types import BoolArray, Completion, FinishReason, IndexArray, IntArray, KeptSets, Output, RolloutRequest
+from rhymerl.types import (
+    BoolArray,
+    Completion,
+    FinishReason,
+    FloatArray,
+    IndexArray,
+    IntArray,
+    KeptSets,
+    Output,
+    RolloutRequest,
+)
 
 NOBODY = -1
 
@@ -95,6 +105,7 @@ class Rows:
     accepted: IndexArray = field(init=False)  # [R] nodes that became tokens
     prefix_row: IndexArray = field(init=False)  # [R] the prefix's row, or NOBODY
     kept: list[list[IntArray]] = field(init=False)  # [R] the sets of response tokens, of rows that replay
+    log_masses: list[list[float]] = field(init=False)  # [R] of these sets
     request: list[RolloutRequest | None] = field(init=False)
     prefix: list[Prefix | None] = field(init=False)
     _free: list[int] = field(init=False)
@@ -114,6 +125,7 @@ class Rows:
         self.truncates = np.zeros(self.num_rows, np.bool_)
         self.replays = np.zeros(self.num_rows, np.bool_)
         self.kept = [[] for _ in range(self.num_rows)]
+        self.log_masses = [[] for _ in range(self.num_rows)]
         self.prefix_row = np.full(self.num_rows, NOBODY, np.int64)
         self.stop_ids = np.full((self.num_rows, 1), NOBODY, np.int32)
         self.request = [None] * self.num_rows
@@ -161,13 +173,15 @@ class Rows:
         self.length[row], self.prompt_length[row] = end, start
         self.limit[row] = start + request.sampling.max_tokens
         self._set_sampling(row, request)
-        self.kept[row] = (output or Output.of()).kept_sets if self.replays[row] else []
+        noted = (output if self.replays[row] else None) or Output.of()
+        self.kept[row], self.log_masses[row] = noted.kept_sets, noted.log_masses.tolist()
         self.request[row], self.is_request[row] = request, True
 
-    def keep(self, row: IndexArray, sets: Sequence[IntArray]) -> None:
+    def keep(self, row: IndexArray, sets: Sequence[IntArray], log_masses: FloatArray) -> None:
         """Note what was left to sample from at new tokens of rows that replay."""
-        for each, left in zip(row.tolist(), sets, strict=True):
+        for each, left, log_mass in zip(row.tolist(), sets, log_masses.tolist(), strict=True):
             self.kept[each].append(left)
+            self.log_masses[each].append(log_mass)
 
     def rest(self, row: int) -> None:
         """The row's request has left it; its tokens, keys and values stay."""
@@ -211,7 +225,7 @@ class Rows:
             num_drafted=int(self.drafted[row]),
             num_accepted=int(self.accepted[row]),
             sources=self.sources[row, response].copy(),
-            kept=KeptSets.of(self.kept[row]) if self.replays[row] else None,
+            kept=KeptSets.of(self.kept[row], self.log_masses[row]) if self.replays[row] else None,
         )
         return Completion(request=request, output=output)
 

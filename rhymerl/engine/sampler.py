@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rhymerl.engine.device_draw import draw_with_logprobs
+from rhymerl.engine.device_draw import draw_with_logprobs, log_masses
 from rhymerl.engine.draw import chosen_logprobs, draw_tokens
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.noise import keys_at
@@ -42,6 +42,9 @@ class Sampler(Protocol):
     def kept(self, indices: IndexArray) -> list[IntArray]:
         """Return the ids that truncation left at each index, of rows that replay and have been sampled there."""
 
+    def log_masses(self, indices: IndexArray) -> npt.NDArray[np.float64]:
+        """Return the log of the probability that all of these ids had together, of the same rows, [n]."""
+
 
 class HostSampler:
     """Draws from logits in the host's memory, float32 or float64, by compiled code."""
@@ -50,6 +53,7 @@ class HostSampler:
         self._logits = logits
         self._rows = rows
         self._left: dict[int, Tensor] = {}  # logits [V] of rows that replay, by index
+        self._log_masses: dict[int, float] = {}  # of what is left there
 
     @property
     def draws_ahead(self) -> bool:
@@ -73,12 +77,16 @@ class HostSampler:
         scale, replays = self._rows.logprob_scale[row], self._rows.replays[row]
         chosen_logprobs(self._logits.numpy(), indices, scale, tokens, out)
         for i in np.flatnonzero(replays).tolist():
-            left = self._left[int(indices[i])].double() * scale[i]
+            left, of_all = self._left[int(indices[i])].double() * scale[i], out[i]
             out[i] = left[tokens[i]] - left[left > -math.inf].logsumexp(0)
+            self._log_masses[int(indices[i])] = of_all - out[i]
         return out
 
     def kept(self, indices: IndexArray) -> list[IntArray]:
         return [_ids_left(self._left[index]) for index in indices.tolist()]
+
+    def log_masses(self, indices: IndexArray) -> npt.NDArray[np.float64]:
+        return np.array([self._log_masses[index] for index in indices.tolist()])
 
 
 class DeviceSampler:
@@ -91,14 +99,15 @@ class DeviceSampler:
 
     def __init__(self, logits: Tensor, draws: Sequence[Tensor]) -> None:
         counters, scales, logprob_scales, *rules = draws
-        truncation = Truncation(*rules[:4]) if rules else None
+        truncation, masses = Truncation(*rules[:4]) if rules else None, list[Tensor]()
         if truncation is not None and len(rules) > 4:
-            logits, truncation = truncation.ahead(logits, rules[4])
-            self._left = logits
+            whole, (logits, truncation) = logits, truncation.ahead(logits, rules[4])
+            self._left, masses = logits, [log_masses(logits, whole, logprob_scales)]
         found = draw_with_logprobs(logits, counters, scales, logprob_scales, truncation)
-        tokens, logprobs = torch.stack([each.double() for each in found]).cpu().numpy()
+        tokens, logprobs, *rest = torch.stack([each.double() for each in (*found, *masses)]).cpu().numpy()
         self._tokens: npt.NDArray[np.int32] = tokens.astype(np.int32)
         self._logprobs: npt.NDArray[np.float64] = logprobs
+        self._log_masses: list[npt.NDArray[np.float64]] = rest
 
     def draw(self, indices: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
         return self._tokens[indices]
@@ -108,6 +117,9 @@ class DeviceSampler:
 
     def kept(self, indices: IndexArray) -> list[IntArray]:
         return [_ids_left(each) for each in self._left[torch.from_numpy(indices).to(self._left.device)].cpu()]
+
+    def log_masses(self, indices: IndexArray) -> npt.NDArray[np.float64]:
+        return self._log_masses[0][indices]
 
 
 def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:

@@ -18,21 +18,32 @@ _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many sma
 _READS_A_TOKEN = 16  # tokens whose keys and values, copied, take the memory of all that is kept of one
 
 
-def step_batch(samples: Sequence[Sample], *, needs_rewards: bool = True) -> Batch:
-    """Return all samples of a step, in the host's memory; no token is trained of those without a reward they need."""
+def step_batch(samples: Sequence[Sample], version: int, *, needs_rewards: bool = True) -> Batch:
+    """Return all samples of a step, in the host's memory, for the policy of that `version`.
+
+    No token is trained of samples without a reward that they need.
+    """
+    completions = [sample.completion for sample in samples]
+    replays = any(completion.output.kept is not None for completion in completions)
     width = max(map(len, samples))
     shape = (len(samples), width)
-    mask, logprobs = np.zeros(shape, np.bool_), np.zeros(shape)
+    mask, is_stale = np.zeros((2, *shape), np.bool_)
+    logprobs, log_masses = np.zeros((2, *shape))
     for i, sample in enumerate(samples):
+        output = sample.completion.output
         mask[i, : len(sample)] = sample.loss_mask & (sample.has_reward or not needs_rewards)
-        logprobs[i, : len(sample)] = sample.completion.logprobs
+        is_stale[i, : len(sample)] = output.policy_versions != version
+        logprobs[i, : len(sample)] = output.logprobs
+        if replays:
+            log_masses[i, : len(sample)] = output.log_masses
     number: dict[str, int] = {}
-    completions = [sample.completion for sample in samples]
     return Batch(
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64).nan_to_num(),
         groups=torch.tensor([number.setdefault(sample.prompt.id, len(number)) for sample in samples]),
         mask=torch.from_numpy(mask),
         behaviour_logprobs=torch.from_numpy(logprobs),
+        is_stale=torch.from_numpy(is_stale),
+        log_masses=torch.from_numpy(log_masses) if replays else None,
         limits=torch.tensor([completion.request.sampling.max_tokens for completion in completions]),
         is_truncated=torch.tensor([completion.output.is_cut for completion in completions]),
         turn_rewards=_turn_rewards(samples, width),

@@ -142,7 +142,7 @@ class Updater:
 
     def _prepared(self, samples: Sequence[Sample], step: int, times: dict[str, float]) -> Batch:
         """Return the step's batch with all that the algorithm needs, and its advantages."""
-        batch = step_batch(samples, needs_rewards=self.algorithm.learns_from_rewards)
+        batch = step_batch(samples, step, needs_rewards=self.algorithm.learns_from_rewards)
         for need, (column, name) in _PASSES.items():
             asked = self._asked(need, samples, step)
             if asked:
@@ -228,10 +228,10 @@ class Updater:
         """Run all epochs of mini-batches; returns their metrics, of all ranks."""
         dropout = int(np.random.default_rng([self.seed, step, _DROPOUT]).integers(2**62))
         torch.manual_seed(dropout + self.ranks.rank)
-        mine: list[dict[str, float]] = []
-        found: list[dict[str, float]] = []
+        mine, found = list[dict[str, float]](), list[dict[str, float]]()
         for part in self._parts(len(work.samples), step):
             mine.append(self._mini_batch(work, part))
+            work = replace(work, batch=work.batch.after_update()) if work.trains_policy else work
             if self.algorithm.may_stop:
                 found += self._over_ranks(mine[-1:])
                 if self.algorithm.stops(found[-1]):

@@ -215,6 +215,8 @@ def test_metrics_by_hand():
         "sampling/importance_sampling_ratio/mean": 1.2,
         "sampling/sampling_logp_difference/mean": (math.log(1.5) - math.log(0.9)) / 2,
         "sampling/sampling_logp_difference/max": math.log(1.5),
+        "sampling/sampling_logp_difference/precision": (math.log(1.5) - math.log(0.9)) / 2,
+        "sampling/sampling_logp_difference/age": 0.0,
         "sampling/bounded_frac": 0.0,
         # k3 of each: 1.5 - 1 - log 1.5 and 0.9 - 1 - log 0.9
         "off_policy/kl": (0.5 - math.log(1.5) - 0.1 - math.log(0.9)) / 2,

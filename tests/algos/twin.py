@@ -105,3 +105,15 @@ def plain_group_advantages(rewards: list[float | None], groups: list[int], setti
             deviation = stdev(compared) if len(compared) > 1 else 0.0
             result.append((reward - base) / (1.0 if settings.scale == "none" else deviation + 1e-4))
     return result
+
+
+def plain_whitened(values: list[list[float]]) -> list[list[float]]:
+    counted = [value for line in values for value in line]
+    if len(counted) < 2:
+        return [[0.0] * len(line) for line in values]
+    return [[(value - fmean(counted)) / math.sqrt(stdev(counted) ** 2 + 1e-8) for value in line] for line in values]
+
+
+def plain_value_loss(value: float, old: float, wanted: float, clip: float | None) -> float:
+    bounded = value if clip is None else old + min(max(value - old, -clip), clip)
+    return max((value - wanted) ** 2, (bounded - wanted) ** 2) / 2

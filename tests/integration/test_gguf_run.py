@@ -1,4 +1,4 @@
-"""Runs whose policy is a GGUF file: bad files at the command line, training, resume, export."""
+"""Runs whose policy, or teacher, is a GGUF file: bad files at the command line, training, resume, export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rhymerl.models.policy import PolicySource
 from tests.integration.conftest import Run, assert_same, checkpoint
+from tests.integration.test_distill import kl_of
 from tests.models.ggufs import TEMPLATE, write_gguf
 
 
@@ -76,6 +78,34 @@ def test_export_writes_what_plain_transformers_loads(whole: Path, tmp_path: Path
         [{"role": "user", "content": "1+1"}], add_generation_prompt=True, return_tensors="pt"
     )
     assert torch.isfinite(model(**asked).logits).all()
+
+
+@pytest.mark.parametrize("over", ["sampled", "vocabulary"])
+def test_a_teacher_in_a_file_teaches_what_its_directory_does(over, words: list[str], tmp_path: Path, rhymerl: Run):
+    file, folder = tmp_path / "teacher.gguf", tmp_path / "teacher"
+    write_gguf(file, weights=lambda weights: {name: 1.3 * array for name, array in weights.items()})
+    PolicySource(str(file)).load().save(folder)
+    settings = [*words, "algo=distill", f"algo.over={over}", "trainer.max_steps=4", "logger=csv"]
+    for path in (file, folder):
+        done = rhymerl(*settings, f"teacher.path={path}", f"run_dir={tmp_path / f'by_{path.name}'}")
+        assert done.code == 0, done.err
+    by_file, by_folder = tmp_path / "by_teacher.gguf", tmp_path / "by_teacher"
+    assert_same(checkpoint(by_file)["state_dict"], checkpoint(by_folder)["state_dict"])
+    assert kl_of(by_file) == kl_of(by_folder)
+    assert kl_of(by_file)[0] > 0.01
+    assert rhymerl("plan", *settings[1:], f"teacher.path={file}").code == 0
+
+
+def test_a_teacher_in_a_file_that_cannot_judge_is_one_line(
+    settings: list[str], gguf_file: Path, tmp_path: Path, rhymerl: Run
+) -> None:
+    (tmp_path / "bad.gguf").write_text("<!DOCTYPE html>")
+    for path, message in ((gguf_file, "it has another tokenizer than the policy ("), ("bad.gguf", "not a GGUF file")):
+        where = f"teacher.path='{tmp_path / path}': "
+        done = rhymerl(*settings, "algo=distill", f"teacher.path={tmp_path / path}", f"run_dir={tmp_path / 'run'}")
+        assert done.code == 2, done.err
+        assert f"{where}{message}" in done.err.splitlines()[-1]
+        assert not (tmp_path / "run").exists()
 
 
 def test_reading_the_file_draws_no_bars(words: list[str], tmp_path: Path) -> None:

@@ -41,13 +41,17 @@ MODES = ("off", "draft")
 
 
 class Weights(L.Callback):
-    """The policies that drew the answers of each step."""
+    """The policies that drew the answers of each step, and what its metrics were."""
 
     def __init__(self) -> None:
         self.before: list[dict[str, torch.Tensor]] = []
+        self.metrics: list[dict[str, float]] = []
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: Any) -> None:
         self.before.append({name: weight.detach().clone() for name, weight in pl_module.state_dict().items()})
+
+    def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def train_all(folder: str) -> None:
@@ -60,7 +64,7 @@ def train_all(folder: str) -> None:
     assert not any(type(each) is RhymeModule for each in gc.get_objects()), "and with it its module"
     weights = Weights()
     kept = TWO.train(scheduler=Restless(), run_ahead="keep", callbacks=[weights])
-    torch.save((kept, weights.before), f"{folder}/kept.{rank}")
+    torch.save((kept, weights.before, weights.metrics), f"{folder}/kept.{rank}")
     still = Run(num_steps=STEPS, prompts_per_step=3, stop_token_ids=(3, 5), devices=2, learning_rate=0.0)
     torch.save(still.train(scheduler=Restless(), run_ahead="keep"), f"{folder}/still.{rank}")
 
@@ -105,17 +109,19 @@ def test_both_ranks_have_the_same_weights_to_the_last_bit(trained):
 
 
 def test_kept_log_probs_are_those_of_the_policy_that_drew_the_token(trained):
-    (_, steps), weights = load(trained / "kept.0")
+    """And their difference from those that the update sees is the part of the weights' age."""
+    (_, steps), weights, metrics = load(trained / "kept.0")
     model = tiny_policy(dtype="float64", context=64, peaked=2.0).model
     ages: list[int] = []
     for step, samples in enumerate(steps):
+        gaps: list[float] = []
         assert len(samples) == len({sample.completion.request.id for sample in samples}) == 12
         logits = {}
         for sample in samples:
             generated = sample.completion.output
             ids = torch.tensor([*sample.prompt.token_ids.tolist(), *generated.token_ids.tolist()])[None]
             logits = {}
-            for version in set(generated.policy_versions.tolist()):
+            for version in {step, *generated.policy_versions.tolist()}:
                 model.load_state_dict({k.removeprefix("model."): w for k, w in weights[version].items()})
                 with torch.no_grad():
                     logits[version] = model(ids).logits[0].log_softmax(-1)
@@ -124,6 +130,16 @@ def test_kept_log_probs_are_those_of_the_policy_that_drew_the_token(trained):
                 expected = logits[int(version)][first + index - 1, int(token)]
                 assert abs(float(expected) - generated.logprobs[index]) < 1e-6
                 ages.append(step - int(version))
+                gaps.append(abs(float(logits[step][first + index - 1, int(token)]) - generated.logprobs[index]))
+        of_age, precision, mean = (
+            metrics[step][f"sampling/sampling_logp_difference/{n}"] for n in ("age", "precision", "mean")
+        )
+        stale = ages[-len(gaps) :]
+        expected = sum(gap for gap, age in zip(gaps, stale, strict=True) if age) / len(gaps)
+        assert of_age == pytest.approx(expected, abs=1e-6)
+        assert (of_age > 1e-4) == any(stale)
+        assert precision < 1e-6
+        assert of_age + precision == pytest.approx(mean, rel=1e-6)
     assert set(ages) == {0, 1}
 
 

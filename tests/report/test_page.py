@@ -15,6 +15,7 @@ from rhymerl.errors import DataError, RhymeError, UsageError
 from rhymerl.report import read_run, write_report
 from rhymerl.report.base import Curve, Run
 from rhymerl.report.charts.history import history_charts
+from rhymerl.report.charts.learning import learning_charts
 from rhymerl.report.figures import key_figures
 from rhymerl.report.page import finite, packed
 from rhymerl.report.steps import STEPS, StepFile
@@ -134,6 +135,31 @@ def test_tokens_from_drafts_and_time_add_up(run: Path, tmp_path: Path):
     parts = {series["name"]: series["y"] for series in charts["parts-0"]["series"]}
     assert list(parts) == ["rollout", "update", "the rest"]
     assert [sum(values) for values in zip(*parts.values(), strict=True)] == pytest.approx([9 - 0.001] * 6)
+
+
+def test_the_difference_of_sampling_and_training_is_stacked_by_source(run: Path, tmp_path: Path):
+    other = make_run(tmp_path / "other", seed=1)
+    charts = data_of(page_of(run, other, out=tmp_path / "a.html"))["charts"]
+    assert [charts[f"gap-{number}"]["title"] for number in (0, 1)] == [
+        f"Sampling against training: {name}" for name in ("mine", "other")
+    ]
+    precision, truncation = charts["gap-0"]["series"]
+    assert {precision["kind"], truncation["kind"]} == {"area"}
+    assert (precision["name"], precision["y"]) == ("precision", [0.01 * step for step in range(1, 7)])
+    assert (truncation["name"], truncation["y"]) == ("truncation, replayed", [0.2] * 6)
+
+
+def test_a_source_that_some_steps_lack_is_0_there():
+    curves = {
+        f"sampling/sampling_logp_difference/{name}": Curve(steps=steps, values=[0.5] * len(steps))
+        for name, steps in {"mean": [1, 2, 3], "age": [1, 2, 3], "truncation": [2, 3]}.items()
+    }
+    run = Run(path=Path("a"), name="a", settings={}, summary={}, curves=curves, evaluations={})
+    (chart,) = (each for each in learning_charts([run]) if each.id == "gap-0")
+    assert [(each.name, each.y) for each in chart.series] == [
+        ("age of the weights", [0.5, 0.5, 0.5]),
+        ("truncation, replayed", [0.0, 0.5, 0.5]),
+    ]
 
 
 def test_steps_in_which_nothing_came_from_the_history_have_no_age():

@@ -73,7 +73,7 @@ def test_where_truncation_left_some_tokens_both_are_normalised_over_these():
     tokens = sample.completion.token_ids
     sets = [np.unique([token, *source.integers(0, 19, 4)]).astype(np.int32) for token in tokens]
     sets[0] = sets[0][:0]  # all tokens
-    output = replace(sample.completion.output, kept=KeptSets.of(sets))
+    output = replace(sample.completion.output, kept=KeptSets.of(sets, np.zeros(len(sets))))
     given = replace(sample, completion=replace(sample.completion, output=output))
     found = policy_output(model, token_batch([given], "cpu"), temperature=TEMPERATURE, reference=teacher)
     p, q = log_softmax(model, sample), log_softmax(teacher, sample)

@@ -87,6 +87,8 @@ def test_the_first_updates_ratio_is_1(in_double, truncation, temperature, drafte
         assert np.array_equal(completion.token_ids, found[name].token_ids)
         assert completion.output.kept is None
     difference = behaviour - np.concatenate([whole[name].logprobs for name in found])
+    noted = np.concatenate([each.output.log_masses for each in found.values()])
+    np.testing.assert_allclose(-noted, difference, atol=1e-12, rtol=0)
     assert difference.min() >= -1e-12
     assert difference.mean() > 0.01, "the case is too easy: nothing was cut off"
 
@@ -171,9 +173,9 @@ def test_sets_follow_a_request_that_is_interrupted_preempted_and_saved(in_double
             assert _plain(completion.output.kept) == _plain(whole[name].output.kept)
 
 
-def _plain(kept: KeptSets | None) -> list[list[int]]:
+def _plain(kept: KeptSets | None) -> list[tuple[list[int], float]]:
     assert kept is not None
-    return [each.tolist() for each in kept.sets]
+    return [(ids.tolist(), round(mass, 9)) for ids, mass in zip(kept.sets, kept.log_masses.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -192,19 +194,21 @@ def test_a_device_keeps_what_a_cpu_keeps(in_double, monkeypatch: pytest.MonkeyPa
         expected = on_cpu[name].output
         assert (expected.kept is None) == (completion.output.kept is None)
         assert list(map(list, completion.output.kept_sets)) == list(map(list, expected.kept_sets))
+        np.testing.assert_allclose(completion.output.log_masses, expected.log_masses, atol=1e-12, rtol=0)
 
 
 def test_outputs_are_cut_and_joined_with_their_sets():
     sets = [np.array(each, np.int32) for each in ([1, 2], [3], [], [4, 5, 6])]
     completion = next(iter(sampled(tiny_policy(), count=3, top_k=5).values()))
-    output = replace(completion.output[:4], kept=KeptSets.of(sets))
+    output = replace(completion.output[:4], kept=KeptSets.of(sets, [-0.5, -1.0, 0.0, -2.0]))
+    whole = [([1, 2], -0.5), ([3], -1.0), ([], 0.0), ([4, 5, 6], -2.0)]
     assert output.kept is not None
     assert output.kept.counts.tolist() == [2, 1, 0, 3]
-    assert (output.kept.token_ids.nbytes, output.kept.counts.nbytes) == (4 * 6, 4 * 4)
+    assert (output.kept.token_ids.nbytes, output.kept.counts.nbytes + output.kept.log_masses.nbytes) == (4 * 6, 12 * 4)
     for cut in range(5):
-        assert _plain((output[:cut] + output[cut:]).kept) == [[1, 2], [3], [], [4, 5, 6]]
+        assert _plain((output[:cut] + output[cut:]).kept) == whole
     reply = replace(output[:2], kept=None)  # nobody sampled it
-    assert _plain((output[:1] + reply + output[3:]).kept) == [[1, 2], [], [], [4, 5, 6]]
+    assert _plain((output[:1] + reply + output[3:]).kept) == [whole[0], ([], 0.0), ([], 0.0), whole[3]]
     assert (reply + reply).kept is None
 
 

@@ -78,7 +78,7 @@ def test_steps_have_other_mini_batches_which_follow_from_the_step():
 def test_what_the_mask_leaves_out_is_not_trained():
     samples = scored(8)
     holes = [replace(each, loss_mask=each.loss_mask & (np.arange(len(each)) % 2 == 0)) for each in samples]
-    for line, sample in zip(step_batch(holes).mask, holes, strict=True):
+    for line, sample in zip(step_batch(holes, 0).mask, holes, strict=True):
         assert line[: len(sample)].tolist() == sample.loss_mask.tolist()
         assert not line[len(sample) :].any()
 
@@ -159,7 +159,7 @@ def test_the_batch_knows_limits_and_which_answers_were_cut_off():
     samples = scored(4)
     whole = samples[2].completion
     cut = replace(whole, output=replace(whole.output, finish_reason="length"))
-    batch = step_batch([*samples[:2], replace(samples[2], completion=cut), samples[3]])
+    batch = step_batch([*samples[:2], replace(samples[2], completion=cut), samples[3]], 0)
     assert batch.is_truncated.tolist() == [False, False, True, False]
     assert batch.limits.tolist() == [sample.completion.request.sampling.max_tokens for sample in samples]
 
@@ -220,7 +220,7 @@ def test_activation_checkpointing_leaves_no_hooks():
 def test_the_update_moves_the_policy_towards_what_was_rewarded():
     samples = scored(16)
     before, after = tiny_policy().model, run_update(samples, learning_rate=1e-4)[0]["model"]
-    batch = GRPO().prepare(step_batch(samples))
+    batch = GRPO().prepare(step_batch(samples, 0))
     with torch.no_grad():
         old, new = (policy_output(m, token_batch(samples, "cpu"), temperature=0.9).logprobs for m in (before, after))
     assert ((new - old) * batch.advantages * batch.mask).sum() > 0
@@ -288,7 +288,7 @@ def test_each_mini_batch_is_a_step_by_the_mean_over_its_own_tokens(max_grad_norm
 
     twin = copy.deepcopy(first_policy().model)
     for part in algorithm.parts:
-        mask = step_batch([samples[i] for i in part]).mask
+        mask = step_batch([samples[i] for i in part], 0).mask
         logprobs = policy_output(twin, token_batch([samples[i] for i in part], "cpu"), temperature=0.9).logprobs
         mean = (logprobs * mask * torch.tensor(part)[:, None]).sum() / mask.sum()
         gradients = torch.autograd.grad(mean, list(twin.parameters()))

@@ -205,7 +205,7 @@ def test_advantages_loss_and_gradients_are_those_of_the_sampled_tokens_alone(
 
 
 def test_without_a_reward_that_sums_them_turns_earn_nothing_by_themselves(episodes):
-    assert step_batch([replace(sample, turn_weight=0.0) for sample in episodes]).turn_rewards is None
-    batch = step_batch(episodes)
+    assert step_batch([replace(sample, turn_weight=0.0) for sample in episodes], 0).turn_rewards is None
+    batch = step_batch(episodes, 0)
     assert (batch.turn_rewards != 0).sum() > 10
     assert not batch.turn_rewards[~batch.mask].any()

@@ -114,6 +114,12 @@ def series_of(name: str, curve: Curve, colour: str, kind: Kind = "line") -> Seri
     return Series(name=name, x=curve.steps, y=curve.values, colour=colour, kind=kind)
 
 
+def area_of(name: str, curve: Curve, steps: Sequence[int], colour: str) -> Series:
+    """Return a curve as an area over these steps, 0 where it has no value."""
+    values = dict(zip(curve.steps, curve.values, strict=True))
+    return series_of(name, Curve(steps=steps, values=[values.get(step, 0.0) for step in steps]), colour, "area")
+
+
 def of_run(title: str, run: Run, runs: Sequence[Run]) -> str:
     """Return the title of one of the charts that each run has."""
     return f"{title}: {run.name}" if len(runs) > 1 else title

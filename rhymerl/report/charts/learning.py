@@ -1,4 +1,4 @@
-"""Charts of what was learned: rewards, evaluations, lengths, staleness."""
+"""Charts of what was learned: rewards, evaluations, lengths, staleness, and what sampling and training differ by."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rhymerl.report.base import Run
-from rhymerl.report.charts.base import Chart, Series, line_chart, named, run_colour, series_of, step_series, thinned
+from rhymerl.report.charts.base import (
+    Chart,
+    Series,
+    area_of,
+    line_chart,
+    named,
+    of_run,
+    run_colour,
+    series_of,
+    step_series,
+    thinned,
+)
 from rhymerl.report.paired import paired_difference
+
+_GAP = "sampling/sampling_logp_difference"
+_SOURCES = {"precision": "precision", "age": "age of the weights", "truncation": "truncation, replayed"}
 
 
 def learning_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -30,6 +44,7 @@ def learning_charts(runs: Sequence[Run]) -> list[Chart]:
             caption="Updates between the policy that sampled a token and the one that it trained, mean over tokens.",
             y_title="updates",
         ),
+        *(_gap(run, runs) for run in runs if f"{_GAP}/mean" in run.curves),
     ]
 
 
@@ -80,6 +95,23 @@ def _paired(runs: Sequence[Run]) -> list[Chart]:
             )
         )
     return charts
+
+
+def _gap(run: Run, runs: Sequence[Run]) -> Chart:
+    steps = run.curves[f"{_GAP}/mean"].steps
+    return Chart(
+        id=f"gap-{runs.index(run)}",
+        title=of_run("Sampling against training", run, runs),
+        caption="Absolute difference of the log-probs by where it comes from, mean over tokens: rounding under equal weights; tokens that other "
+        "weights have sampled; and what truncation would add, were sampling not replayed.",
+        x_title=run.step_name,
+        y_title="nats",
+        series=[
+            area_of(words, run.curves[f"{_GAP}/{name}"], steps, f"part-{number}")
+            for number, (name, words) in enumerate(_SOURCES.items(), 1)
+            if run.has(f"{_GAP}/{name}")
+        ],
+    )
 
 
 def _lengths(runs: Sequence[Run]) -> Chart:
