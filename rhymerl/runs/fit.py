@@ -26,7 +26,7 @@ from rhymerl.config import instantiate, resolved, with_names
 from rhymerl.config.output import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import ConfigError, RhymeError
+from rhymerl.errors import ConfigError, RhymeError, require_at_least
 from rhymerl.folders import RunFolder, cannot_write, check_folder, replacing
 from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.report import write_report
@@ -164,11 +164,24 @@ def _trainer_of(
     recorder += [RecordSteps(run_dir / STEPS, warnings=warnings, continues=continues)] if records_steps else []
     recorder += [RecordPasses(run_dir / PASSES, continues=continues)] if is_profiled else []
     recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
-    progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
+    progress = _progress(config)
     own = [RunConfig(config, run_dir, is_new=point is None or continues), *recorder, *progress, ForecastLine()]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
+
+
+def _progress(config: DictConfig) -> list[L.Callback]:
+    number = OmegaConf.select(config, "samples.print", default=0)
+    require_at_least({"samples.print": (number, 0)}, error=ConfigError)
+    if config.trainer.enable_progress_bar is not False:
+        return [LiveProgress(num_answers=number)]
+    if number:
+        raise ConfigError(
+            f"samples.print={number}: answers stand below the progress line, which trainer.enable_progress_bar=false turns off; "
+            "leave one of the two out"
+        )
+    return []
 
 
 def _is_profiled(config: DictConfig) -> bool:
