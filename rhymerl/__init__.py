@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rhymerl.models.policy import PolicySource
     from rhymerl.rewards import Reward
     from rhymerl.rollout import RolloutLoop, RolloutSettings
+    from rhymerl.runs.script import fit
     from rhymerl.tasks import Task
     from rhymerl.training.fsdp2 import FSDP2Strategy
     from rhymerl.training.module import RhymeModule
@@ -73,6 +74,7 @@ __all__ = [
     "UpdateSettings",
     "UsageError",
     "__version__",
+    "fit",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours

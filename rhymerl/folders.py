@@ -24,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 _NEEDED_BYTES = 64 * 2**20
 _LOCK = "run.lock"
+_UNWRITTEN = (ValueError, TypeError, KeyError)  # what reading the lock raises, which is empty at first
 _OF_AN_END = ("summary.json", "history.rhyme")
 _FILES_OF_A_RUN = (
     "config.yaml",
@@ -192,11 +193,24 @@ class _Lock:
         self._descriptor = None
 
 
+def is_in_use(directory: Path) -> bool:
+    """Return whether a process holds a run's directory; one of another machine does so until it gives it back."""
+    try:
+        known = json.loads((directory / _LOCK).read_bytes())
+        if known["host"] == socket.gethostname():
+            os.kill(known["pid"], 0)
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+        return False
+    except (PermissionError, *_UNWRITTEN):  # another user's, or it has not been written yet
+        return True
+    return True
+
+
 def _holder(content: bytes) -> str:
     try:
         known = json.loads(content)
         return f"process {known['pid']} on {known['host']}, since {known['since']}"
-    except (ValueError, TypeError, KeyError):  # it has not been written yet
+    except _UNWRITTEN:
         return "another process"
 
 

@@ -96,11 +96,14 @@ def test_parts_of_ones_own_run(block, folder: Path) -> None:
 
 
 @each("bash", [page for page in PAGES if page.is_relative_to(DOCS) and page not in {*OWN_PARTS, *RUN}])
-def test_commands_compose(block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_compose(
+    block, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rhymerl.report.watch.WatchServer.serve_forever", lambda self: None)  # it would until Ctrl-C
     for words in block.commands:
         words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
         if words[0] == "rhymerl":
-            shown = [] if words[1] == "report" else ["--print-config"]
+            shown = [] if words[1] in ("report", "watch") else ["--print-config"]
             assert main([*words[1:], *shown]) == 0, capsys.readouterr().err
         else:
             assert words[0] == "python", words

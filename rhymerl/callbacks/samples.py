@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from rich.cells import cell_len, set_cell_size
 
 from rhymerl.folders import replacing, writing
 from rhymerl.types import Output, Sample, TurnEnd
@@ -21,6 +22,7 @@ Row = Mapping[str, Any]
 
 COLUMNS = ("prompt", "response", "reward", "length", "finish_reason")
 _CSV_FILE = "samples.csv"
+_GAP = " … "
 
 
 class SampleTable(L.Callback):
@@ -60,8 +62,7 @@ class SampleTable(L.Callback):
         step = int(getattr(pl_module, "num_rollouts", 0))
         if rollout is None or not trainer.is_global_zero or (step - 1) % self.every_n_steps:
             return
-        # A stride, so that the samples are not all of one group.
-        chosen = range(len(rollout.samples))[:: max(1, len(rollout.samples) // self.num_samples)][: self.num_samples]
+        chosen = _spread(len(rollout.samples), self.num_samples)
         advantages = getattr(pl_module, "advantages", lambda indices: [None] * len(indices))(chosen)
         rows = [
             {"step": step, **sample_row(rollout.samples[index], pl_module), "advantage": advantage}
@@ -76,6 +77,30 @@ class SampleTable(L.Callback):
         for logger in trainer.loggers:
             if isinstance(logger, to):
                 show_samples(logger, rows, global_step=trainer.global_step)
+
+
+def _spread(count: int, most: int) -> range:
+    """Return a stride through so many samples, so that the chosen ones are not all of one group."""
+    return range(count)[:: max(1, count // max(1, most))][:most]
+
+
+def answer_lines(samples: Sequence[Sample], most: int, *, columns: int) -> list[str]:
+    """Return some answers as lines for a terminal: the reward, the prompt, the answer."""
+    lines = []
+    for sample in (samples[index] for index in _spread(len(samples), most)):
+        reward = f"{sample.reward:.2f}" if sample.has_reward else "-"
+        begin = f"{reward:>6}  {shortened(sample.prompt.text, columns // 3)} → "
+        lines.append(begin + shortened(sample.text, columns - cell_len(begin)))
+    return lines
+
+
+def shortened(text: str, columns: int) -> str:
+    """Return a text in one line, without its middle where it is too long, and without what a terminal would obey."""
+    line = "".join(each if each.isprintable() else "�" for each in " ".join(text.split()))
+    room = columns - cell_len(_GAP)
+    if cell_len(line) <= columns or room < 2:
+        return line
+    return set_cell_size(line, room - room // 2) + _GAP + set_cell_size(line[::-1], room // 2)[::-1]
 
 
 class WriteAnswers(L.Callback):

@@ -15,15 +15,15 @@ from rhymerl.cli.benches import BenchCommand
 from rhymerl.cli.hints import did_you_mean_command, did_you_mean_config, did_you_mean_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
-from rhymerl.cli.quiet import quiet
 from rhymerl.cli.replays import ReplayCommand, SimulateCommand
-from rhymerl.cli.reports import ReportCommand
+from rhymerl.cli.reports import ReportCommand, WatchCommand
 from rhymerl.cli.rollouts import RolloutCommand
 from rhymerl.cli.runs import EvaluateCommand, FitCommand, ForkCommand, PlanCommand, ResumeCommand
 from rhymerl.cli.settings import ConfigsCommand, DoctorCommand, ExplainCommand
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import as_launcher, end_with_parent
 from rhymerl.errors import RhymeError, UsageError
+from rhymerl.runs.quiet import quiet
 
 COMMANDS: tuple[Subcommand, ...] = (
     FitCommand(),
@@ -36,6 +36,7 @@ COMMANDS: tuple[Subcommand, ...] = (
     SimulateCommand(),
     BenchCommand(),
     ReportCommand(),
+    WatchCommand(),
     WarmstartCommand(),
     ExportCommand(),
     SGLangArgsCommand(),

@@ -82,10 +82,10 @@ class Run:
 
     path: Path
     name: str
-    settings: Mapping[str, str]  # by dotted key
-    summary: Mapping[str, Any]
-    curves: Mapping[str, Curve]  # by the names of docs/metrics.md
-    evaluations: Mapping[str, Curve]
+    settings: Mapping[str, str] = field(default_factory=dict)  # by dotted key
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    curves: Mapping[str, Curve] = field(default_factory=dict)  # by the names of docs/metrics.md
+    evaluations: Mapping[str, Curve] = field(default_factory=dict)
     step_name: str = "step"  # what the x of curves counts
     steps: Sequence[StepTimes] = ()  # the last ones
     answers: Answers | None = None
@@ -96,3 +96,12 @@ class Run:
     def has(self, name: str) -> bool:
         """Return whether a metric was logged and ever other than 0."""
         return name in self.curves and any(self.curves[name].values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What a page says of runs that are being watched."""
+
+    states: Sequence[str]  # a sentence a run
+    read_at: str
+    goes_on: bool  # any of them, so that the page will be loaded again

@@ -18,7 +18,7 @@ from typing import Any
 
 from rhymerl.folders import replacing
 from rhymerl.progress import SILENT, ProgressBar
-from rhymerl.report.base import Run
+from rhymerl.report.base import Live, Run
 from rhymerl.report.charts import sections_of
 from rhymerl.report.charts.base import thinned
 from rhymerl.report.colours import COLOURS
@@ -41,13 +41,17 @@ def write_report(paths: Sequence[str | Path], out: str | Path, *, progress: Prog
     Raises what `read_run` raises before anything is written, and RunError where the page cannot be.
     """
     with progress.during("steps read"):
-        different = {Path(path).resolve(): path for path in paths}  # one that is named twice is one run
-        runs = with_distinct_names([read_run(path, progress=progress) for path in different.values()])
+        runs = with_distinct_names([read_run(path, progress=progress) for path in distinct(paths)])
     with progress.during("drawing the page"):
         page = page_of(runs)
     with replacing(Path(out)) as part:
         part.write_text(page, encoding="utf-8", errors="backslashreplace")
     return runs
+
+
+def distinct(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the directories; one that is named twice is one run."""
+    return list({Path(path).resolve(): Path(path) for path in paths}.values())
 
 
 def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
@@ -56,8 +60,8 @@ def with_distinct_names(runs: Sequence[Run]) -> list[Run]:
     return [replace(run, name=str(run.path)) if names.count(run.name) > 1 else run for run in runs]
 
 
-def page_of(runs: Sequence[Run]) -> str:
-    """Return the HTML of a report on these runs."""
+def page_of(runs: Sequence[Run], *, live: Live | None = None) -> str:
+    """Return the HTML of a report on these runs; `live` where it is made anew while they go on."""
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
@@ -78,6 +82,7 @@ def page_of(runs: Sequence[Run]) -> str:
     }
     return template.from_string(_asset("page.html")).render(
         runs=runs,
+        live=live,
         parts=[parts_of(run) for run in runs],
         problems=[problems_of(run) for run in runs],
         sections=sections,

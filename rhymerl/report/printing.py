@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich import get_console
 from rich.console import Console
 from rich.table import Table
 
 
 def say(words: str, *, style: str | None = None) -> None:
-    """Print a line as it is, however long."""
-    Console().print(words, highlight=False, soft_wrap=True, markup=False, style=style)
+    """Print a line as it is, however long; above a live line, where there is one on the terminal."""
+    get_console().print(words, highlight=False, soft_wrap=True, markup=False, style=style)
 
 
 def readable(value: float, *, digits: int = 4) -> str:

@@ -51,8 +51,9 @@ class Reward:
     `where="pool"` runs it in reward processes, with a limit of `timeout_s` a sample; it must be importable by name.
     `"main"` runs it in the trainer's process as soon as a completion finishes. `"engine"` runs it in the process that
     owns the engine, after all completions, with a `device` keyword if the function accepts one. Neither `"main"` nor
-    `"engine"` can stop a sync function. With `batch=True` the function takes a chunk of completions, and lists of
-    column values, at once (and `timeout_s` for each); the chunks are not fixed.
+    `"engine"` can stop a sync function. None is `"pool"`, or `"main"` for a function that no other process could
+    import. With `batch=True` the function takes a chunk of completions, and lists of column values, at once (and
+    `timeout_s` for each); the chunks are not fixed.
 
     Raises ValueError, which names the argument.
     """
@@ -66,6 +67,7 @@ class Reward:
     on_failure: OnFailure
     timeout_s: float
     arguments: Mapping[str, Any]
+    is_only_here: bool = field(init=False, repr=False, compare=False)  # and runs in main for this reason alone
     call: RewardFn = field(init=False, repr=False, compare=False)
     home: Found | None = field(init=False, repr=False, compare=False)  # where another process can import it from
     parameters: Parameters = field(init=False, repr=False, compare=False)
@@ -76,7 +78,7 @@ class Reward:
         *,
         name: str | None = None,  # the function's own by default
         weight: float = 1.0,
-        where: Where = "pool",
+        where: Where | None = None,
         batch: bool = False,
         default: float = 0.0,
         on_failure: OnFailure = "default",
@@ -88,7 +90,7 @@ class Reward:
             "function": function,
             "name": name,
             "weight": weight,
-            "where": where,
+            "where": "pool" if where is None else where,
             "batch": batch,
             "default": default,
             "on_failure": on_failure,
@@ -98,7 +100,7 @@ class Reward:
         for key, value in values.items():
             object.__setattr__(self, key, value)
         self._check_values()
-        home = self._find()
+        home = self._find(may_stay=where is None)
         object.__setattr__(self, "home", home)
         object.__setattr__(self, "call", home.target if isinstance(function, str) and home else function)
         object.__setattr__(self, "parameters", _parameters(self.call, argument=self._function))
@@ -165,10 +167,15 @@ class Reward:
             if not holds:
                 raise ValueError(f"{key}={getattr(self, key)!r}: expected {words}")
 
-    def _find(self) -> Found | None:
+    def _find(self, *, may_stay: bool) -> Found | None:
+        """Return where the function is, and run it here where it has to and `may_stay`."""
         name = self.function if isinstance(self.function, str) else None
         home = find(name, argument=self._function) if name is not None else find_home(self.function)
-        if self.where == "pool" and (home is None or home.module == "__main__"):
+        has_no_home = self.where == "pool" and (home is None or home.module == "__main__")
+        object.__setattr__(self, "is_only_here", has_no_home and may_stay)
+        if self.is_only_here:
+            object.__setattr__(self, "where", "main")
+        elif has_no_home:
             instead = "set where='main'" if name is not None else "pass it as a rhymerl.Reward with where='main'"
             raise ValueError(
                 f"{self._function}: a reward process cannot import it by name (it is a closure, a lambda or "

@@ -61,7 +61,7 @@ def _reward(name: str | None, values: Mapping[str, Any]) -> Reward:
 
 
 def _fields_of(reward: Reward) -> dict[str, Any]:
-    return {field: getattr(reward, field) for field in _FIELDS}
+    return {field: getattr(reward, field) for field in _FIELDS} | ({"where": None} if reward.is_only_here else {})
 
 
 def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:

@@ -1,4 +1,4 @@
-"""Whole runs from a resolved config: what `rhymerl fit`, `resume` and `evaluate` do."""
+"""Whole runs from a resolved config: what `rhymerl fit`, `resume` and `evaluate` do, and `rhymerl.fit` in a script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rhymerl.config import instantiate, resolved, with_names
 from rhymerl.config.output import Change
 from rhymerl.data import PromptDataModule
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.errors import ConfigError, RhymeError
+from rhymerl.errors import ConfigError, RhymeError, require_at_least
 from rhymerl.folders import RunFolder, cannot_write, check_folder, replacing
 from rhymerl.progress import SILENT, ProgressBar, counted
 from rhymerl.report import write_report
@@ -47,6 +47,7 @@ from rhymerl.training.module import RhymeModule
 from rhymerl.training.trainer import check_backend, check_trainer, make_trainer, warn_of_cores, with_environment
 
 Result = dict[str, Any]
+Parts = tuple[PromptDataModule, RhymeModule]
 _LEFT = (
     "report.html",
     TRACE,
@@ -66,19 +67,21 @@ def fit(
     callbacks: Sequence[L.Callback] = (),
     progress: ProgressBar = SILENT,
     is_dry: bool = False,
+    given: Parts | None = None,
 ) -> dict[str, Any]:
     """Train, evaluating before and after; rank 0 writes config, checkpoints, logs and summary.json to the run folder.
 
     A run that a callback stops early (`should_stop`) is saved but not evaluated; a finished run has nothing left to do.
     A dry run ends after all checks with an estimate (see `rhymerl.runs.plan.describe`), which it prints and returns; it
-    writes nothing. `progress` is for evaluations. Raises ConfigError and DataError for bad input before anything is
-    computed, made or overwritten; other errors carry a note on how to resume.
+    writes nothing. `progress` is for evaluations. Data and module are those that are `given`, else built. Raises
+    ConfigError and DataError for bad input before anything is computed, made or overwritten; other errors carry a note
+    on how to resume.
     """
     run_dir = Path(config.run_dir)
     # Nobody else writes, and a default run_dir has the time in its name.
     folder = RunFolder(run_dir) if is_first_rank() else None
     with folder or nullcontext(), noting_how_to_go_on(run_dir), _full_disk(run_dir):
-        return _fit(config, run_dir, folder, callbacks, progress, is_dry=is_dry)
+        return _fit(config, run_dir, folder, callbacks, progress, is_dry=is_dry, given=given)
 
 
 def _fit(
@@ -89,13 +92,14 @@ def _fit(
     progress: ProgressBar,
     *,
     is_dry: bool,
+    given: Parts | None,
 ) -> dict[str, Any]:
     point = resume_point(config)
     if folder is not None and (point is None or not point.is_own):
         folder.refuse_second_run(may_start_over=config.ckpt_path == "auto")
     summary = Summary()
     trainer = _trainer_of(config, run_dir, point, [summary, *callbacks])
-    datamodule, module = _parts(config, trainer)
+    datamodule, module = given or _parts(config, trainer)
     check_backend(trainer, module.backend)
     datamodule.begin_at(point.started if point is not None else None)
     datamodule.prepare_for(module)
@@ -164,11 +168,24 @@ def _trainer_of(
     recorder += [RecordSteps(run_dir / STEPS, warnings=warnings, continues=continues)] if records_steps else []
     recorder += [RecordPasses(run_dir / PASSES, continues=continues)] if is_profiled else []
     recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
-    progress = [LiveProgress()] if config.trainer.enable_progress_bar is not False else []
+    progress = _progress(config)
     own = [RunConfig(config, run_dir, is_new=point is None or continues), *recorder, *progress, ForecastLine()]
     trainer = build_trainer(config, run_dir, [*own, *callbacks], point=point)
     check_trainer(trainer)
     return trainer
+
+
+def _progress(config: DictConfig) -> list[L.Callback]:
+    number = OmegaConf.select(config, "samples.print", default=0)
+    require_at_least({"samples.print": (number, 0)}, error=ConfigError)
+    if config.trainer.enable_progress_bar is not False:
+        return [LiveProgress(num_answers=number)]
+    if number:
+        raise ConfigError(
+            f"samples.print={number}: answers stand below the progress line, which trainer.enable_progress_bar=false turns off; "
+            "leave one of the two out"
+        )
+    return []
 
 
 def _is_profiled(config: DictConfig) -> bool:

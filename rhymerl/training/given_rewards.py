@@ -32,7 +32,13 @@ class RewardTrial:
         """Raise ConfigError for rewards that fail on the data's own answers."""
         loaders = [datamodule.train_loader, *datamodule.validation_loaders.values()]
         if loaders != self._tried_on:
-            self._remarks = [words for reward in rewards for words in check_answers(reward, datamodule.prompts)]
+            self._remarks = [
+                f"{reward.setting}: only this process has the function, so it runs here, where nothing ends a call that hangs; "
+                "in a module of its own it runs in reward processes"
+                for reward in rewards
+                if reward.is_only_here
+            ]
+            self._remarks += [words for reward in rewards for words in check_answers(reward, datamodule.prompts)]
             self._tried_on = loaders
 
     def warn(self) -> None:

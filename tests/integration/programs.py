@@ -40,6 +40,8 @@ def _main(words: list[str], output: str) -> None:
     from rhymerl.cli import main
 
     torch.set_num_threads(1)
+    for name in ("COLUMNS", "LINES"):  # readline, which pytest imports, exports the size of another terminal
+        os.environ.pop(name, None)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOCTTY)
     os.dup2(file, 1)
     os.dup2(file, 2)

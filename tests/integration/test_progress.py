@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import termios
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from tests.integration import programs
 from tests.integration.conftest import CHEAP_DRAFTS, Run
 
 
-def seen_on_a_terminal(words: list[str], tmp_path: Path) -> str:
+def seen_on_a_terminal(words: list[str], *, columns: int = 80) -> str:
     """All that was ever shown, without colours and cursor movements."""
     master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, columns))
     process = programs.start(words, Path(os.ttyname(slave)))
     shown = b""
     while process.is_alive() or select.select([master], [], [], 0)[0]:
@@ -32,7 +34,7 @@ def seen_on_a_terminal(words: list[str], tmp_path: Path) -> str:
 
 
 def test_a_bar_on_a_terminal_that_reaches_its_total(settings, tmp_path):
-    shown = seen_on_a_terminal([*settings, f"run_dir={tmp_path / 'run'}"], tmp_path)
+    shown = seen_on_a_terminal([*settings, f"run_dir={tmp_path / 'run'}"])
     assert "Evaluating on 4 held-out prompts" in shown
     assert re.search(r"step 12/12 .*reward \d\.\d{3}", shown)
     assert "weights_only" not in shown
@@ -41,7 +43,22 @@ def test_a_bar_on_a_terminal_that_reaches_its_total(settings, tmp_path):
 
 def test_the_bar_counts_batches_when_epochs_end_the_run(settings, tmp_path):
     more = ["trainer.max_steps=-1", "trainer.max_epochs=1", f"run_dir={tmp_path / 'run'}"]
-    assert "step 3/3 " in seen_on_a_terminal([*settings, *more], tmp_path)
+    assert "step 3/3 " in seen_on_a_terminal([*settings, *more])
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_the_line_and_the_answers_are_as_wide_as_the_terminal(columns, settings, tmp_path):
+    words = [*settings, "trainer.max_steps=40", "samples.print=3", f"run_dir={tmp_path / 'run'}"]
+    lines = [line.rstrip() for line in seen_on_a_terminal(words, columns=columns).splitlines()]
+    steps = [line for line in lines if line.startswith("step ") and "reward" in line]
+    assert steps
+    assert all(re.search(r"reward \d\.\d{3}  .*\d\.\d GB", line) for line in steps)
+    assert any(re.search(r"GB  .*\d+ (s|min) left$", line) for line in steps)
+    assert [("━" in line or "─" in line) and ":" in line for line in steps] == [columns == 120] * len(steps)
+    answers = [line for line in lines if " → " in line]
+    assert len(answers) >= 3
+    assert all(re.match(r" +(\d\.\d\d|-)  .+ → ", line) for line in answers)
+    assert [line for line in [*steps, *answers] if len(line) > columns] == []
 
 
 def test_lines_elsewhere(settings, tmp_path, rhymerl: Run):

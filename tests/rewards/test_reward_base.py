@@ -92,15 +92,27 @@ def _local_function() -> Callable[[str], float]:
 @pytest.mark.parametrize(
     "function", [_local_function(), lambda completion: 1.0, functools.partial(user_rewards.length)]
 )
-def test_what_a_reward_process_cannot_import_must_run_in_main(function: Callable[..., float]) -> None:
+def test_what_a_reward_process_cannot_import_runs_in_main(function: Callable[..., float]) -> None:
     with pytest.raises(ValueError, match=r"^function=.*cannot import it by name.*where='main'$"):
-        Reward(function)
-    with pytest.raises(ConfigError, match=r"^rewards\.(closure|lambda|partial)\.function=.*cannot import it by name"):
-        build_rewards(function)
-    assert Reward(function, where="main").call is function
+        Reward(function, where="pool")
+    with pytest.raises(ConfigError, match=r"^rewards\.mine\.function=.*cannot import it by name"):
+        build_rewards({"mine": {"function": function, "where": "pool"}})
+    for spec in (
+        function,
+        [function],
+        {"mine": function},
+        {"mine": Reward(function)},
+        {"mine": {"function": function}},
+    ):
+        (reward,) = build_rewards(spec)
+        assert (reward.call, reward.where, reward.is_only_here) == (function, "main", True)
+    asked = Reward(function, where="main")
+    assert (asked.call, asked.is_only_here) == (function, False)
+    ours = Reward("user_rewards.length")
+    assert (ours.where, ours.is_only_here) == ("pool", False)
 
 
-def test_functions_of_the_main_script_must_run_in_main(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_the_main_script_run_in_main(monkeypatch: pytest.MonkeyPatch) -> None:
     import __main__
 
     def scripted(completion: str) -> float:
@@ -112,8 +124,9 @@ def test_functions_of_the_main_script_must_run_in_main(monkeypatch: pytest.Monke
         (scripted, "or pass it as a rhymerl.Reward with where='main'$"),
         ("__main__.scripted", "or set where='main'$"),
     ):
+        assert (Reward(function).where, Reward(function).is_only_here) == ("main", True)
         with pytest.raises(ValueError, match=instead):
-            Reward(function)
+            Reward(function, where="pool")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Keep other libraries' chatter off the terminal, in the command line only: importing rhymerl silences nothing."""
+"""Keep other libraries' chatter off the terminal, in whole runs only: importing rhymerl silences nothing."""
 
 from __future__ import annotations
 
