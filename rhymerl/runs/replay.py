@@ -87,10 +87,10 @@ class ReplayedEpoch:
         groups: dict[str, list[int]] = {}
         for index, record in enumerate(self.records):
             groups.setdefault(record.prompt_id, []).append(index)
-        drawn = np.random.default_rng(self.number).permutation(np.array([*groups], object))
-        ends = np.cumsum([len(groups[prompt]) for prompt in drawn])
+        chosen = np.random.default_rng(self.number).permutation(np.array([*groups], object))
+        ends = np.cumsum([len(groups[prompt]) for prompt in chosen])
         num_groups = max(int(np.searchsorted(ends, most, side="right")), 1)
-        self.replayed = sorted(index for prompt in drawn[:num_groups] for index in groups[prompt])
+        self.replayed = sorted(index for prompt in chosen[:num_groups] for index in groups[prompt])
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class Replay:
     def epochs_of(self, records: Sequence[TraceRecord]) -> list[ReplayedEpoch]:
         """Return the epochs in order.
 
-        The prompts whose answers are replayed are drawn from a fixed seed, in each epoch anew. All answers to a prompt
+        The prompts whose answers are replayed are chosen from a fixed seed, in each epoch anew. All answers to a prompt
         are replayed together, since they draft for one another.
         """
         by_epoch = groupby(sorted(records, key=lambda record: record.epoch), lambda record: record.epoch)

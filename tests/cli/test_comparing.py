@@ -11,7 +11,7 @@ import pytest
 
 from rhymerl.cli import main
 from rhymerl.history.traces import TraceWriter
-from tests.documents import reader_in
+from tests.documents import ROOT, blocks, reader_in, write_files
 from tests.runs.test_replay import random_trace
 
 FIGURES = ("tokens", "tokens_per_pass", "verified_per_token", "accept_rate", "draft_hit_rate", "predicted_speedup")
@@ -164,6 +164,31 @@ def test_a_table_of_schedulers_begins_with_fifo(tmp_path, capsys, monkeypatch):
     assert list(rows_in(out)) == ["scheduler", "fifo, run_ahead=off", "fifo", "sorted", "paced"]
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     assert list(rows_in(run([*words, "run_ahead=off"], capsys)[1]))[1:3] == ["fifo", "sorted"]
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own_drafter", "own_scheduler"])
+def test_a_page_shows_what_is_printed(name, tmp_path, capsys, monkeypatch):
+    page = ROOT / "docs" / f"{name}.md"
+    monkeypatch.setenv("COLUMNS", "100")
+    write_files(page, tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    ((words,),) = [commands for block in blocks(page, "bash") if "=[" in str(commands := block.commands)]
+    (shown,) = blocks(page, "text")
+    with reader_in(tmp_path):
+        code, out, _ = run(words[1:], capsys)
+    assert code == 0
+    assert without_times(out) == without_times(shown.text)
+
+
+def without_times(out: str) -> list[str]:
+    """The lines of a table without the sixth column where that is a time."""
+    lines = [line.rstrip() for line in out.splitlines()]
+    cells = [line.split("│") if "│" in line and "propose us" in out else [line] for line in lines]
+    return ["│".join(line[:6] + line[7:]) for line in cells]
 
 
 # -- what is typed -----------------------------------------------------------------------------------------------------
