@@ -1,6 +1,6 @@
 # Everything goes through .venv, which is made when it is missing and brought up to date when pyproject.toml, constraints.txt or
 # hashes.txt have changed. Nothing but Python 3.11 or later is needed. Another interpreter: make install PYTHON=python3.12
-.PHONY: help install quickstart pretrained agent test test-all test-slow test-pretrained test-sglang test-ray test-browser test-extras docs check wheel format bench-guard gpu constraints clean
+.PHONY: help install quickstart pretrained agent test test-all test-slow test-pretrained test-sglang test-ray test-browser test-extras docs figures check wheel format bench-guard gpu constraints clean
 .DELETE_ON_ERROR:
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -54,8 +54,9 @@ help:
 	@echo "make test-browser  run those that open reports in the Chromium of this machine"
 	@echo "make test-extras run those of optional packages (TRL, math-verify, reasoning-gym, datasets, wandb, verifiers, openenv), in .venv-extras and others"
 	@echo "make test-slow   run those that take long, or are further cases of others"
-	@echo "make test-all    run all of these tests, one kind after the other (hours)"
+	@echo "make test-all    run all of these tests, one kind after the other, and make docs (hours)"
 	@echo "make docs        build the site of the documentation into build/site, without a network once .venv-docs is there"
+	@echo "make figures     show how old the figures of the pages are, and the command that takes each again"
 	@echo "make check       formatter, linter, types, layers; make format repairs the first two"
 	@echo "make bench-guard BASE=COMMIT  compare this tree's speed with a commit's, on a quiet machine (some 15 minutes)"
 	@echo "make gpu         take all figures that need a GPU, in parts that go on where they were stopped; ARGS='--lease 15' for 15 minutes of one (docs/gpu.md)"
@@ -90,7 +91,7 @@ test-ray: $(stamp)
 test-slow: $(stamp)
 	$(python) -m pytest -m slow $(if $(filter file,$(origin PYTEST_ARGS)),,$(PYTEST_ARGS))
 
-test-all: test test-slow test-extras test-browser test-ray test-pretrained test-sglang
+test-all: test test-slow test-extras test-browser test-ray test-pretrained test-sglang docs
 
 test-extras: $(extras_stamp) $(adapters:%=.venv-%/installed-$(key))
 	$(extras_python) -m pytest $(PYTEST_ARGS) $(extras_tests)
@@ -102,6 +103,9 @@ test-browser: $(stamp)
 docs: $(stamp) $(docs_stamp)
 	$(python) docs/site/settings.py build/reference/settings.md
 	NO_MKDOCS_2_WARNING=1 $(docs_python) -m mkdocs build --strict
+
+figures: $(stamp)
+	@$(python) -m benchmarks.figures
 
 check: $(stamp)
 	$(python) -m ruff format --check

@@ -20,7 +20,7 @@ from rhymerl.cli import main
 from rhymerl.config import compose, resolved
 from rhymerl.environments import Environment
 from rhymerl.models.policy import Policy
-from rhymerl.runs.replay import replay_trace
+from rhymerl.runs.judging import replay_trace
 from rhymerl.schedulers import SortedScheduler
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy

@@ -64,7 +64,7 @@ class ConfiguredCommand(Subcommand):
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         from rhymerl.cli.kinds import check_kind, names_of
-        from rhymerl.config import compose, recorded, to_yaml
+        from rhymerl.config import recorded, to_yaml
 
         if arguments.config is None:
             known = ", ".join(names_of(self.kind(arguments)))
@@ -73,13 +73,19 @@ class ConfiguredCommand(Subcommand):
         if self.is_told_early and not arguments.print_config and "torch" not in sys.modules and is_first_rank():
             print(f"rhymerl {self.name}, {arguments.config}: loading torch and Lightning", flush=True)
         with self.progress().during(f"rhymerl {self.name}: reading the settings"):
-            config = compose(arguments.config, overrides)
+            config = self.compose(arguments, overrides)
         for key, value in self.settings(arguments).items():
             config[key] = value
         if arguments.print_config:
             print(to_yaml(config), end="")
             return recorded(config)
         return self.run_with(config, arguments, interrupt)
+
+    def compose(self, arguments: Namespace, overrides: Sequence[str]) -> Settings:
+        """Return the checked settings."""
+        from rhymerl.config import compose
+
+        return compose(arguments.config, overrides)
 
     def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         """Do it with checked settings and with the options of this command."""

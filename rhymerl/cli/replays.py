@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 from rhymerl.cli.base import ConfiguredCommand, Result, Settings
 from rhymerl.cli.interrupt import Interrupt
+from rhymerl.errors import UsageError
 
 
-class ReplayCommand(ConfiguredCommand):
-    """judge a drafter on recorded rollouts (TRACE), without a model"""
+class JudgingCommand(ConfiguredCommand):
+    """A command that judges a part, such as a drafter, or compares those that `drafter=[a,b]` lists."""
+
+    part: ClassVar[str]  # the setting
+
+    def compose(self, arguments: Namespace, overrides: Sequence[str]) -> Settings:
+        """Return the settings with the first of the parts; `parts` has all of them by name."""
+        from rhymerl.config.composition import parse
+
+        lists = [
+            word for word in overrides if (one := parse([word])[0]).key == self.part and isinstance(one.value, list)
+        ]
+        self.parts: dict[str, Any] = {}
+        if not lists:
+            return super().compose(arguments, overrides)
+        names = parse(lists)[-1].value
+        if len(set(map(str, names))) < max(len(names), 2) or not all(isinstance(name, str) for name in names):
+            raise UsageError(f"{lists[-1]}: expected at least two names, none of them twice")
+        if arguments.print_config:
+            raise UsageError(f"--print-config shows the settings of one {self.part}, not of {len(names)}")
+        others = [word for word in overrides if word not in lists]
+        configs = [super(JudgingCommand, self).compose(arguments, [*others, f"{self.part}={name}"]) for name in names]
+        classes = [name.rpartition(".")[2] for name in names]
+        shown = classes if len(set(classes)) == len(names) else names
+        self.parts = {name: config[self.part] for name, config in zip(shown, configs, strict=True)}
+        return configs[0]
+
+
+class ReplayCommand(JudgingCommand):
+    """judge a drafter, or compare drafter=[paper,ngram], on recorded rollouts (TRACE), without a model"""
 
     name = "replay"
+    part = "drafter"
     usage = "TRACE [key=value ...] [--config NAME|PATH]"
     default_config = "replay"
 
@@ -26,18 +58,27 @@ class ReplayCommand(ConfiguredCommand):
     def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl replay: loading"):
-            from rhymerl.runs.replay import replay_trace
-            from rhymerl.runs.replay_report import report
+            from rhymerl.runs.judging import judge, replay_trace
+            from rhymerl.runs.replay_report import draw, report, report_several
 
-        result = replay_trace(config, progress=progress)
-        report(result)
+        if self.parts:
+            result = judge(config, self.parts, progress=progress)
+            drafters = result["drafters"]
+            report_several(result)
+        else:
+            result = replay_trace(config, progress=progress)
+            drafters = {config.drafter["_target_"].rpartition(".")[2]: result}
+            report(result)
+        if config.chart is not None:
+            draw(drafters, Path(config.chart))
         return result
 
 
-class SimulateCommand(ConfiguredCommand):
-    """judge a scheduler on synthetic or recorded lengths, for any number of workers"""
+class SimulateCommand(JudgingCommand):
+    """judge a scheduler, or compare scheduler=[sorted,paced], on synthetic or recorded lengths, for many workers"""
 
     name = "simulate"
+    part = "scheduler"
     usage = "[key=value ...] [--config NAME|PATH]"
     default_config = "simulate"
 
@@ -49,6 +90,10 @@ class SimulateCommand(ConfiguredCommand):
         if config.gpus is not None:
             result = sizing.size(config, progress=progress)
             sizing.report(result)
+            return result
+        if self.parts:
+            result = comparison.compare_several(config, self.parts, progress=progress)
+            comparison.report_several(result)
             return result
         result = comparison.compare(config, progress=progress)
         comparison.report(result)

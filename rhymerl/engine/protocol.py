@@ -43,6 +43,7 @@ class DraftingProtocol:
         self.num_asked = 0  # requests for which the drafter was asked
         self.num_hits = 0  # of these, those for which it had something
         self.num_malformed = 0
+        self._malformed = ""  # what was the matter with the first one
         self.hears_tokens = self.max_nodes > 0 and listens(drafter, "accept")
         self.hears_outcomes = type(budget).learn is not Budget.learn
         self._hears_running = type(budget).note_running is not Budget.note_running
@@ -123,9 +124,16 @@ class DraftingProtocol:
         if self._checks:
             raise HookError(told)
         self.num_malformed += num_requests
+        self._malformed = self._malformed or told
         if type(own) not in self._complaints:
             self._complaints.add(type(own))
             _LOG.warning("%s: such drafts are left out, and from now on only counted, as spec/bad_drafts", told)
+
+    def check_drafts(self) -> None:
+        """Raise HookError where most drafts so far were malformed: such a drafter cannot be judged."""
+        if self.num_malformed > self.num_hits:
+            num_drafts = self.num_malformed + self.num_hits
+            raise HookError(f"{self.num_malformed} of {num_drafts} drafts were malformed: {self._malformed}")
 
     def catch_up(self) -> None:
         """The pass is launched; called only by engines whose passes run while this process goes on."""

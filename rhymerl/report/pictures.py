@@ -16,12 +16,27 @@ from rhymerl.report.timeline import RunTimeline, timeline_of
 _SHOWN_STEPS = 5  # of a timeline
 
 
-def check_matplotlib() -> None:
+def check_matplotlib(setting: str = "pictures") -> None:
     """Raise ConfigError where pictures cannot be made."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("pictures: they need matplotlib; pip install 'rhymerl[plot]'") from error
+        raise ConfigError(f"{setting}: charts need matplotlib; pip install 'rhymerl[plot]'") from error
+
+
+def check_picture(setting: str, path: Path) -> None:
+    """Raise ConfigError when no picture can be written there, or at all."""
+    if path.suffix != ".png":
+        raise ConfigError(f"{setting}={str(path)!r}: expected a file that ends in .png")
+    check_matplotlib(setting)
+
+
+def draw_chart(chart: Chart, path: Path) -> None:
+    """Write a chart as PNG."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):  # a dollar in a name is a dollar
+        _save(_chart(chart), path)
 
 
 def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:

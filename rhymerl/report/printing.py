@@ -30,11 +30,12 @@ def print_table(
 ) -> None:
     """Print rows of cells, and `total` as the last one, in bold.
 
-    Columns stand to the right, but for those in `left`. Without names they have no header, and all stand to the left.
+    Columns stand to the right, but for those in `left`, of which the first is never cut short. Without names they have
+    no header, and all stand to the left.
     """
     table = Table(title=title, title_justify="left", show_header=bool(columns))
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name in left[:1])
     for row in rows:
         table.add_row(*row)
     if total is not None:

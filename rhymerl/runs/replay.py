@@ -1,4 +1,4 @@
-"""Judges drafters on recorded rollouts, without a model.
+"""A replay answers recorded requests once more with a drafter's drafts, without a model.
 
 Verification emits the target's own tokens whatever is drafted (docs/correctness.md), so what a drafter would have saved
 follows from the recorded tokens alone: a pass emits the drafted tokens that agree with them, and one more.
@@ -9,36 +9,28 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
 from rhymerl.budgets.base import Budget, PassOutcome
-from rhymerl.budgets.fixed import FixedBudget
-from rhymerl.config import construct, instantiate
 from rhymerl.costs import CostCurve, PassCost
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafts import DraftBatch, no_drafts
 from rhymerl.engine.protocol import DraftingProtocol
 from rhymerl.engine.walk import walk
-from rhymerl.errors import ConfigError, at_least, check_ranges
+from rhymerl.errors import at_least, check_ranges
 from rhymerl.history import HistoryStore
 from rhymerl.history.answers import answers_of
-from rhymerl.history.similarity import length_stability, similarity
-from rhymerl.history.traces import TraceRecord, read_trace
+from rhymerl.history.traces import TraceRecord
 from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.types import Completion, IntArray, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
-_WARM_UP = 16  # answers
 _UNUSED = SamplingParams(max_tokens=1)
 _MOST_TOKENS = 2**20  # that an answer might have gone on for
-_ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
-ASSUMPTION = "a pass of n tokens takes 1 + n / 64"
+ASSUMED = CostCurve([(0, 1.0), (64, 2.0)])
 
 
 @dataclass(slots=True)
@@ -82,48 +74,84 @@ class ReplayTotals:
         return ReplayTotals(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
+@dataclass(slots=True, kw_only=True)
+class ReplayedEpoch:
+    """The answers of an epoch, and the indices of those that are replayed; the others are only learned from."""
+
+    number: int
+    records: Sequence[TraceRecord]
+    replayed: Sequence[int] = ()
+
+    def choose(self, most: int) -> None:
+        """Choose the answers to replay: whole prompts, at most so many answers, but at least one prompt's."""
+        groups: dict[str, list[int]] = {}
+        for index, record in enumerate(self.records):
+            groups.setdefault(record.prompt_id, []).append(index)
+        chosen = np.random.default_rng(self.number).permutation(np.array([*groups], object))
+        ends = np.cumsum([len(groups[prompt]) for prompt in chosen])
+        num_groups = max(int(np.searchsorted(ends, most, side="right")), 1)
+        self.replayed = sorted(index for prompt in chosen[:num_groups] for index in groups[prompt])
+
+
 @dataclass(eq=False)
 class Replay:
     """Answers the requests of a trace from the trace, `max_running` side by side, as an engine would with these drafts.
 
-    History is learned after each epoch. Epochs before `from_epoch` are only learned from. Raises ValueError for an
-    argument out of range.
+    History is learned after each epoch. Epochs before `from_epoch` are only learned from, and so are most answers where
+    there are more than `answers` to replay (`epochs_of`). Raises ValueError for an argument out of range.
     """
 
     drafter: Drafter
     budget: Budget
     _: KW_ONLY
     history: HistoryStore = field(default_factory=HistoryStore)
-    costs: PassCost = _ASSUMED
+    costs: PassCost = ASSUMED
     max_running: int = at_least(1, 128)
     from_epoch: int = at_least(0, 0)
+    answers: int = at_least(0, 0)  # about so many are replayed; 0 = all
+    complaints: set[type[Drafter]] = field(default_factory=set)  # the drafters of which malformed drafts were told
     progress: ProgressBar = SILENT  # hears of each answer
 
     def __post_init__(self) -> None:
         check_ranges(self)
         # Which token ids there are, the records do not say.
-        self.protocol = DraftingProtocol(self.drafter, self.budget, vocabulary=2**31 - 1)
+        self.protocol = DraftingProtocol(self.drafter, self.budget, vocabulary=2**31 - 1, complaints=self.complaints)
 
     def run(self, records: Sequence[TraceRecord]) -> dict[int, ReplayTotals]:
-        """Return the totals by epoch, from `from_epoch` on."""
+        """Return the totals by epoch, from `from_epoch` on. Raises HookError where most drafts are malformed."""
         totals: dict[int, ReplayTotals] = {}
         delta = self.history.snapshot()
         self.protocol.follow(delta)
-        for epoch, group in groupby(sorted(records, key=lambda record: record.epoch), lambda record: record.epoch):
-            answered = list(group)
-            if epoch >= self.from_epoch:
-                totals[epoch] = self._replay(answered)
-            samples = [_Running(record, number).sample() for number, record in enumerate(answered)]
+        for epoch in self.epochs_of(records):
+            if epoch.number >= self.from_epoch:
+                totals[epoch.number] = self._replay([_Running(epoch.records[each], each) for each in epoch.replayed])
+            samples = [_Running(record, number).sample() for number, record in enumerate(epoch.records)]
             self.protocol.learn(samples)
-            for prompt, answers in answers_of(samples, epoch):
+            for prompt, answers in answers_of(samples, epoch.number):
                 self.history.add(prompt, answers)
             delta = self.history.deltas(delta.version)
             self.protocol.follow(delta)
+        self.protocol.check_drafts()
         return totals
 
-    def _replay(self, records: Sequence[TraceRecord]) -> ReplayTotals:
+    def epochs_of(self, records: Sequence[TraceRecord]) -> list[ReplayedEpoch]:
+        """Return the epochs in order.
+
+        The prompts whose answers are replayed are chosen from a fixed seed, in each epoch anew. All answers to a prompt
+        are replayed together, since they draft for one another.
+        """
+        by_epoch = groupby(sorted(records, key=lambda record: record.epoch), lambda record: record.epoch)
+        epochs = [ReplayedEpoch(number=number, records=list(group)) for number, group in by_epoch]
+        judged = [epoch for epoch in epochs if epoch.number >= self.from_epoch]
+        num_left = self.answers or len(records)
+        for index, epoch in enumerate(judged):
+            epoch.choose(num_left // (len(judged) - index) if self.answers else num_left)
+            num_left -= len(epoch.replayed)
+        return epochs
+
+    def _replay(self, answers: Iterable[_Running]) -> ReplayTotals:
         totals = ReplayTotals()
-        waiting = deque(_Running(record, number) for number, record in enumerate(records))
+        waiting = deque(answers)
         running: list[_Running] = []
         while waiting or running:
             while waiting and len(running) < self.max_running:
@@ -177,53 +205,6 @@ class Replay:
         asking = [requests[r] for r in askers.tolist()]
         contexts = [running[r].context for r in askers.tolist()]
         return self.protocol.propose(asking, contexts, limits[askers], room[askers]).scatter(askers, len(running))
-
-
-def replay_trace(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """Return what `rhymerl replay` prints; see configs/replay.yaml. Raises DataError for a broken trace."""
-    if config.trace is None:
-        raise ConfigError("trace=null: name a file of recorded rollouts (.jsonl or .jsonl.gz)")
-    records = list(read_trace(config.trace))
-    costs = _ASSUMED if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
-    sizes = {"max_running": config.max_running, "from_epoch": config.from_epoch}
-    settings = {"costs": costs, "progress": progress, **sizes}
-    num_answers = sum(record.epoch >= config.from_epoch for record in records)
-    _warm_up(config, records)
-    drafter = instantiate(config.drafter, key="drafter", kind=Drafter)
-    try:
-        budget, history = (
-            instantiate(config.budget, key="budget", kind=Budget),
-            instantiate(config.history, key="history"),
-        )
-        progress.begin("answers replayed", 2 * num_answers)  # with drafts and without
-        parts = {"drafter": drafter, "budget": budget, "history": history}
-        by_epoch = construct(Replay, {**parts, **settings}, key="").run(records)
-        plain = Replay(NoDrafter(), FixedBudget(0), history=HistoryStore(), **settings).run(records)
-    finally:
-        progress.end()
-        drafter.close()
-    if not by_epoch:
-        raise ConfigError(f"from_epoch={config.from_epoch}: the trace ends with epoch {records[-1].epoch}")
-    totals, alike, lengths = sum(by_epoch.values(), ReplayTotals()), similarity(records), length_stability(records)
-    return {
-        **totals.result(),
-        "predicted_speedup": sum(plain.values(), ReplayTotals()).cost / totals.cost,
-        "predicted_from": ASSUMPTION if config.costs is None else str(config.costs),
-        "similarity": alike.overall,
-        "length_same_group": lengths.same_group,
-        "length_spearman": lengths.spearman,
-        "epochs": {epoch: each.result() for epoch, each in by_epoch.items()},
-    }
-
-
-def _warm_up(config: DictConfig, records: Sequence[TraceRecord]) -> None:
-    """Replay a few answers twice with parts of the same settings: compiled functions take long the first time."""
-    few = [replace(record, epoch=epoch) for epoch in (0, 1) for record in records[:_WARM_UP]]
-    drafter = instantiate(config.drafter, key="drafter", kind=Drafter)
-    try:
-        Replay(drafter, instantiate(config.budget, key="budget", kind=Budget)).run(few)
-    finally:
-        drafter.close()
 
 
 class _Running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,20 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.simulation.base import REFERENCE_COSTS, Decoding, LengthSource, StepWork, Timeline
 from rhymerl.simulation.pipeline import Simulation, check_modes
-from rhymerl.simulation.summary import Window, step_time, summary
+from rhymerl.simulation.summary import Window, summary
 from rhymerl.simulation.workload import RecordedLengths
 
 RUN_OUT = 2  # steps beyond the last, so that workers have something to run ahead on until it is done
+_COLUMNS = {  # of a table of several
+    "speedup_over_fifo": "x FIFO",
+    "speedup_over_fifo_barrier": "x barrier",
+    "bubble_frac": "idle",
+    "run_ahead_frac": "again",
+    "migration_rate": "moved",
+    "stale_token_frac": "stale",
+    "wait_p50": "wait",
+    "latency_max": "latency",
+}
 _SHOWN = {
     "speedup_over_fifo_barrier": "times as fast as FIFO behind a barrier",
     "speedup_over_fifo": "times as fast as FIFO with the same run_ahead",
@@ -40,30 +51,68 @@ _SHOWN = {
 
 
 def compare(config: DictConfig, *, progress: ProgressBar = SILENT) -> dict[str, Any]:
-    """Return what `rhymerl simulate` prints (see configs/simulate.yaml): means over seeds, and the spread."""
+    """Return what `rhymerl simulate` prints of one scheduler (see configs/simulate.yaml)."""
+    name = str(config.scheduler["_target_"]).rpartition(".")[2]
+    result = compare_several(config, {name: config.scheduler}, progress=progress)
+    del result["fifo"]
+    return {**result.pop("schedulers")[name], "scheduler": name, **result}
+
+
+def compare_several(
+    config: DictConfig, schedulers: Mapping[str, Any], *, progress: ProgressBar = SILENT
+) -> dict[str, Any]:
+    """Return the figures of each scheduler by name, and of FIFO, on the same work.
+
+    They are means over seeds, with the spread of the speed-up.
+    """
     check(config)
     source = length_source(config)
-    rows: list[dict[str, Any]] = []
-    for seed in range(config.seed, config.seed + config.seeds):
+    modes = list(dict.fromkeys(("off", config.run_ahead)))  # of FIFO: a barrier, and the configured one
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    fifo_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for number, seed in enumerate(range(config.seed, config.seed + config.seeds), 1):
         works = source.steps(config.steps + RUN_OUT, seed)
         window = window_of(config, len(works))
-        words = f"steps with seed {seed}, {len(rows) + 1} of {counted(config.seeds, 'seed')}"
-        runs = 1 + len(_baseline_modes(config))  # with the scheduler, too
-        with _no_collection(), progress.during(words, runs * len(works)):
-            timeline, row = _compared(config, works, window, progress=progress)
-        rows.append(row)
+        words = f"steps with seed {seed}, {number} of {counted(config.seeds, 'seed')}"
+        timelines: dict[str, Timeline] = {}
+        with _no_collection(), progress.during(words, (len(schedulers) + len(modes)) * len(works)):
+            for name, node in schedulers.items():
+                scheduler = instantiate(node, key="scheduler", kind=Scheduler)
+                timelines[name], figures = _figures(config, scheduler, works, window, progress, config.run_ahead)
+                rows[name].append(figures)
+            for mode in modes:
+                _, figures = _figures(config, FIFOScheduler(), works, window, progress, mode)
+                fifo_rows[mode].append(figures)
+        barrier, fifo = (fifo_rows[mode][-1]["step_time"] for mode in ("off", config.run_ahead))
+        for each in (*rows.values(), *fifo_rows.values()):
+            each[-1] = _speedups(each[-1]["step_time"], barrier, fifo) | each[-1]
         if seed == config.seed and config.gantt is not None:
-            draw_gantt(config, works, timeline, window)
+            draw_gantt(config, works, timelines, window)
+    return {
+        "schedulers": {name: _over_seeds(each) for name, each in rows.items()},
+        "fifo": {mode: _over_seeds(each) for mode, each in fifo_rows.items()},
+        "run_ahead": config.run_ahead,
+        "workers": config.workers,
+        "steps": window.last - window.first,
+        "seeds": config.seeds,
+    }
+
+
+def _speedups(step_time: float, barrier: float, fifo: float) -> dict[str, float]:
+    """Return the speed-ups over FIFO behind a barrier and with the same run-ahead, by the times of a step."""
+    return {
+        "speedup_over_fifo_barrier": barrier / step_time,
+        "speedup_over_fifo": fifo / step_time,
+        "fifo_barrier_step_time": barrier,
+    }
+
+
+def _over_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     speedups = [row["speedup_over_fifo_barrier"] for row in rows]
     return {
         **{name: _joined(name, [row[name] for row in rows]) for name in rows[0]},
         "speedup_min": min(speedups),
         "speedup_max": max(speedups),
-        "scheduler": str(config.scheduler["_target_"]).rpartition(".")[2],
-        "run_ahead": config.run_ahead,
-        "workers": config.workers,
-        "steps": window.last - window.first,
-        "seeds": config.seeds,
     }
 
 
@@ -79,35 +128,24 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _compared(
-    config: DictConfig, works: Sequence[StepWork], window: Window, *, progress: ProgressBar = SILENT
+def _figures(
+    config: DictConfig,
+    scheduler: Scheduler,
+    works: Sequence[StepWork],
+    window: Window,
+    progress: ProgressBar,
+    run_ahead: str,
 ) -> tuple[Timeline, dict[str, Any]]:
-    """Return the timeline of the configured scheduler, and its figures beside the baseline's on the same work."""
-    scheduler = instantiate(config.scheduler, key="scheduler", kind=Scheduler)
-    simulated = simulation(config, scheduler)
-    timeline, pause = simulated.run(works, progress=progress), simulated.pause
-    figures = summary(timeline, window, train_time=pause)
-    fifo = {
-        mode: step_time(
-            simulation(config, FIFOScheduler(), run_ahead=mode).run(works, progress=progress), window, pause
-        )
-        for mode in _baseline_modes(config)
-    }
+    """Return the timeline of a scheduler and its figures."""
+    simulated = simulation(config, scheduler, run_ahead=run_ahead)
+    timeline = simulated.run(works, progress=progress)
     lengths = np.concatenate([work.lengths for work in works[window.first : window.last]])
     return timeline, {
-        "speedup_over_fifo_barrier": fifo["off"] / figures["step_time"],
-        "speedup_over_fifo": fifo[config.run_ahead] / figures["step_time"],
-        **figures,
-        "fifo_barrier_step_time": fifo["off"],
+        **summary(timeline, window, train_time=simulated.pause),
         "mean_length": float(lengths.mean()),
         "requests": len(lengths),
         **{name.replace("/", "_"): value for name, value in scheduler.metrics().items()},
     }
-
-
-def _baseline_modes(config: DictConfig) -> list[str]:
-    """Return the modes of run_ahead in which FIFO is simulated, each once: a barrier, and the configured one."""
-    return list(dict.fromkeys(("off", config.run_ahead)))
 
 
 def simulation(config: DictConfig, scheduler: Any, **instead: Any) -> Simulation:
@@ -146,14 +184,16 @@ def window_of(config: DictConfig, num_steps: int) -> Window:
     return Window(first=config.warm_up, last=last)
 
 
-def draw_gantt(config: DictConfig, works: Sequence[StepWork], timeline: Timeline, window: Window) -> None:
-    """The first steps of the window, below those of FIFO behind a barrier."""
+def draw_gantt(
+    config: DictConfig, works: Sequence[StepWork], timelines: Mapping[str, Timeline], window: Window
+) -> None:
+    """The first steps of the window with each scheduler, below those of FIFO behind a barrier."""
     from rhymerl.simulation.gantt import draw
 
     last = min(window.first + config.gantt_steps, window.last)
     barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works[:last])
-    name = str(config.scheduler["_target_"]).rpartition(".")[2]
-    panels = {"FIFOScheduler, run_ahead=off": barrier, f"{name}, run_ahead={config.run_ahead}": timeline}
+    of_schedulers = {f"{name}, run_ahead={config.run_ahead}": timeline for name, timeline in timelines.items()}
+    panels = {"FIFOScheduler, run_ahead=off": barrier, **of_schedulers}
     draw(panels, Window(first=window.first, last=last), Path(config.gantt))
 
 
@@ -192,9 +232,9 @@ def check(config: DictConfig) -> None:
     if not 0 <= config.redo_acceptance <= 1:
         raise ConfigError(f"redo_acceptance={config.redo_acceptance}: expected 0 to 1")
     if config.gantt is not None:
-        from rhymerl.simulation.gantt import check_path
+        from rhymerl.report.pictures import check_picture
 
-        check_path(Path(config.gantt))
+        check_picture("gantt", Path(str(config.gantt)))
 
 
 def _joined(name: str, values: Sequence[float]) -> float:
@@ -212,3 +252,23 @@ def report(result: Mapping[str, Any]) -> None:
         f"{counted(result['workers'], 'worker')}, {counted(result['steps'], 'step')}, {counted(result['seeds'], 'seed')}: "
         f"{result['speedup_min']:.3f} to {result['speedup_max']:.3f} times as fast as FIFO behind a barrier"
     )
+
+
+def report_several(result: Mapping[str, Any]) -> None:
+    """Print a table by scheduler for people, below FIFO behind a barrier and with the same run-ahead."""
+    same = result["run_ahead"]
+    fifo = {"fifo" if mode == same else f"fifo, run_ahead={mode}": each for mode, each in result["fifo"].items()}
+    rows = [
+        (
+            name,
+            *(f"{each[column]:.3g}" for column in _COLUMNS),
+            f"{each['speedup_min']:.3f} to {each['speedup_max']:.3f}",
+        )
+        for name, each in (fifo | result["schedulers"]).items()
+    ]
+    columns = ("scheduler", *_COLUMNS.values(), "x barrier by seed")
+    num_shown = len(columns) - (result["seeds"] == 1)
+    print_table(columns[:num_shown], [row[:num_shown] for row in rows], title=f"run_ahead={same}", left=columns[:1])
+    sizes = [counted(result[f"{name}s"], name) for name in ("worker", "step", "seed")]
+    meanings = "; ".join(f"{short}: {_SHOWN[name]}" for name, short in _COLUMNS.items())
+    say(f"{', '.join(sizes)}. {meanings}")

@@ -8,21 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rhymerl.errors import ConfigError
 from rhymerl.simulation.base import Timeline
 from rhymerl.simulation.summary import Window
 
 _COLOURS = ("#3b6fb6", "#e08a3c", "#4c9f70", "#b5557a", "#8a78c2", "#9a8f4a")
-
-
-def check_path(path: Path) -> None:
-    """Raise ConfigError when no chart can be written there, or at all."""
-    if path.suffix != ".png":
-        raise ConfigError(f"gantt={str(path)!r}: expected a file that ends in .png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("gantt: charts need matplotlib; pip install 'rhymerl[plot]'") from error
 
 
 def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
@@ -30,7 +19,6 @@ def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
 
     It has a row a worker and a colour a step, and is white where nothing is done.
     """
-    check_path(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 1.2 + 2.9 * len(panels)), layout="constrained")

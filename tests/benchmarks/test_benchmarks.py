@@ -51,6 +51,15 @@ def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) 
     assert len(list(tmp_path.glob("tournament_here_*.png"))) == 1
 
 
+def test_first_runs_have_the_rewards_of_their_steps(run: Run, tmp_path: Path) -> None:
+    words = ["task.train_size=8", "task.validation_size=4", "data.prompts_per_step=4", "rollout.group_size=2"]
+    settings = [*words, "rollout.max_tokens=16", "trainer.max_steps=2"]
+    (row,) = run("learning.first_runs", "--configs", "quickstart", "--out", str(tmp_path), *settings)["rows"]
+    assert (row["config"], row["steps"], len(row["reward"])) == ("quickstart", 2, 2)
+    assert 0 <= row["before"] <= 1 >= row["after"] >= 0
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_draft_rules_say_what_is_accepted_where_answers_come_again(run: Run, tmp_path: Path) -> None:
     answers = {"a": [1, 2, 3, 4, 5], "b": [11, 12, 13, 14, 15, 16]}
     lines = [

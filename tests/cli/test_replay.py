@@ -163,8 +163,8 @@ def test_what_has_to_be_compiled_is_so_before_the_first_epoch(trace, tmp_path, c
 def test_no_figure_is_in_powers_of_ten(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     each = dict.fromkeys(COLUMNS | {"draft_hit_rate"}, 5470.0)
-    shown = {"predicted_speedup": 1.0, "predicted_from": "x", "similarity": 1.0, "length_same_group": 1.0}
-    report({**each, **shown, "length_spearman": 1.0, "epochs": {0: each}})
+    shown = {"predicted_speedup": 1.0, "predicted_from": "x", "answers": 1, "recorded_answers": 1, "similarity": 1.0}
+    report({**each, **shown, "length_same_group": 1.0, "length_spearman": 1.0, "epochs": {0: each}})
     out = capsys.readouterr().out
     assert "5,470" in out
     assert "e+" not in out

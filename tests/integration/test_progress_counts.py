@@ -18,7 +18,7 @@ from rhymerl.progress import ProgressBar
 from rhymerl.report import write_report
 from rhymerl.runs.fit import evaluate, fit
 from rhymerl.runs.generate import generate
-from rhymerl.runs.replay import replay_trace
+from rhymerl.runs.judging import replay_trace
 from rhymerl.simulation.comparison import compare
 from tests.integration.test_progress import seen_on_a_terminal
 from tests.report.directories import make_run

@@ -17,7 +17,8 @@ from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine.walk import walk
 from rhymerl.history import HistoryStore
 from rhymerl.history.traces import TraceRecord, TraceWriter, read_trace
-from rhymerl.runs.replay import Replay, ReplayTotals, replay_trace
+from rhymerl.runs.judging import replay_trace
+from rhymerl.runs.replay import Replay, ReplayTotals
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter
 from rhymerl.types import RolloutRequest, Sample
 
@@ -303,3 +304,51 @@ def test_tokens_a_pass_on_the_recorded_run(drafter, budget, tokens, verified):
     result = on_the_recorded_run(drafter, budget)
     assert tokens[0] <= result["tokens_per_pass"] <= tokens[1]
     assert verified[0] <= result["verified_per_token"] <= verified[1]
+
+
+# -- some of the answers -------------------------------------------------------------------------------------------
+
+
+def test_some_answers_are_whole_prompts_and_others_each_epoch():
+    records = random_trace(6, prompts=9, group=4)
+    replay = Replay(HistoryTreeDrafter(deterministic=True), FixedBudget(8), answers=2 * 6 * 4 + 3, from_epoch=1)
+    first, *epochs = replay.epochs_of(records)
+    assert list(first.replayed) == []
+    drawn = []
+    for epoch in epochs:
+        chosen = [epoch.records[index].prompt_id for index in epoch.replayed]
+        assert len(chosen) == 4 * len(set(chosen)), "all answers to a prompt or none"
+        drawn.append(frozenset(chosen))
+    assert sum(len(epoch.replayed) for epoch in epochs) == 2 * 6 * 4, "as many whole prompts as there is room for"
+    assert len(set(drawn)) > 2
+
+
+class CountingPasses(HistoryTreeDrafter):
+    """Notes the tokens of each pass by request."""
+
+    def __init__(self) -> None:
+        super().__init__(deterministic=True, others=0)
+        self.passes: dict[str, list[int]] = {}
+
+    def accept(self, request, token_ids, num_accepted):
+        super().accept(request, token_ids, num_accepted)
+        self.passes.setdefault(request.id, []).append(len(token_ids))
+
+
+def test_answers_that_are_replayed_have_the_passes_that_they_have_among_all():
+    """The others are learned from; at a fixed budget and without a pool, drafts do not depend on them."""
+    records = random_trace(4, prompts=6, group=2)
+    whole, part = CountingPasses(), CountingPasses()
+    for drafter, answers in ((whole, 0), (part, 12)):
+        Replay(drafter, FixedBudget(8), answers=answers).run(records)
+        drafter.close()
+    assert len(whole.passes) == len(records)
+    assert len(part.passes) == 12
+    assert part.passes == {name: whole.passes[name] for name in part.passes}
+    assert any(max(passes) > 1 for passes in part.passes.values())
+
+
+def test_few_answers_are_one_prompt_an_epoch():
+    records = random_trace(3, prompts=3, group=2)
+    epochs = Replay(NoDrafter(), FixedBudget(0), answers=1).epochs_of(records)
+    assert [len(epoch.replayed) for epoch in epochs] == [2, 2, 2]
