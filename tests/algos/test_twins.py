@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rhymerl.models.kept import KeptTokens
 from torch import nn
 
 from rhymerl.algos import GRPO, PPO, Batch, Distill, PolicyGradient, PolicyOutput
 from rhymerl.models.head import ReferenceHead, head_logprobs
-from rhymerl.models.kept import KeptTokens
 from rhymerl.models.logits import PLAIN
 from tests.algos.batches import NUM_SAMPLES, WIDTH, totals_of
 from tests.algos.test_guards import BROKEN, COMPARED
