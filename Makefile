@@ -104,7 +104,7 @@ docs: $(stamp) $(docs_stamp)
 	$(python) docs/site/settings.py build/reference/settings.md
 	NO_MKDOCS_2_WARNING=1 $(docs_python) -m mkdocs build --strict
 
-figures: $(stamp)
+figures: $(run_stamp)
 	@$(python) -m benchmarks.figures
 
 check: $(stamp)

@@ -45,6 +45,7 @@ SOURCES = {  # by the name of the file, but for its date and suffix
     ),
     "emulation_check_epyc-2core": Source(command="benchmarks.emulation.emulation_check", judges=_STEP + _SCHEDULES),
     "engine_profile_h200": Source(command="make gpu", judges=_ROLLOUT),
+    "first_runs_epyc-2core": Source(command="benchmarks.learning.first_runs --configs quickstart", judges=_STEP),
     "gpu_h200": Source(command="make gpu", judges=_CARD),
     "guard_epyc-2core": Source(
         command="benchmarks.regression.guard --base ed7ece3 --repeats 1 --only quickstart", judges=_STEP

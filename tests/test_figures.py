@@ -130,6 +130,12 @@ def test_a_row_of_the_readme_is_that_of_its_file(number: int) -> None:
     assert shown[number][1:] == TABLE[number]
 
 
+def test_what_the_quickstart_learns_is_in_its_file() -> None:
+    row = only(rows_of("first_runs_epyc-2core"), config="quickstart")
+    said = (ROOT / "docs" / "first_runs.md").read_text()
+    assert f"rises from {row['before']:.2f} to {row['after']:.2f} within {row['steps']} steps" in said
+
+
 def test_how_far_the_estimated_speedup_was_off() -> None:
     quickstart, *smollm2 = (
         max(abs(row["off"]) for row in rows_of(f"paired_runs_{theme}") if row["pair"] != "all") for theme in PAIRS

@@ -1,7 +1,7 @@
 """What the runs of docs/first_runs.md learn: held-out reward before and after, and the reward of each step.
 
-A row a config. Rewards of a `deterministic` config follow from its seed and the machine's arithmetic alone, so a busy
-machine changes nothing but `minutes`.
+A row a config. Rewards of a `deterministic` config follow from its seed and the machine's arithmetic alone, so they can
+be taken on a busy machine.
 
     python -m benchmarks.learning.first_runs [--configs quickstart quickstart_agent] [key=value ...]
 """
@@ -32,7 +32,6 @@ def measured(arguments: Any, *, config: str) -> dict[str, Any]:
         "steps": summary["steps"],
         "before": round(summary["eval_reward_before"], 3),
         "after": round(summary["eval_reward_after"], 3),
-        "minutes": round(summary["wall_s"] / 60, 1),
         "reward": rewards,
     }
 
