@@ -25,7 +25,7 @@ def measured(arguments: Any, *, config: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rhymerl-first-") as folder:
         run = Path(folder, "run")
         words = ("--config", config, f"seed={arguments.seed}", f"run_dir={run}", "report=false", *arguments.settings)
-        subprocess.run([sys.executable, "-m", "rhymerl", "fit", *words], check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, "-m", "rhymerl", "fit", *words], check=True, stdout=2)  # as stderr
         summary = json.loads((run / "summary.json").read_text())
         rewards = [round(event.value, 3) for event in events_of(run)["reward"]]
     return {
