@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rhymerl.models.kept import KeptTokens
 from torch import nn
 
 from rhymerl.algos import GRPO, PPO, Batch, Distill, PolicyGradient, PolicyOutput
-from rhymerl.models.head import ReferenceHead, head_logprobs
+from rhymerl.models.head import KeptTokens, ReferenceHead, head_logprobs
 from rhymerl.models.logits import PLAIN
 from tests.algos.batches import NUM_SAMPLES, WIDTH, totals_of
 from tests.algos.test_guards import BROKEN, COMPARED
@@ -220,10 +219,12 @@ def test_losses_are_those_of_numpy(count, family):
         assert torch.equal(prepared.mask, is_counted)
         advantages, returns = twin_advantages(algorithm, batch, counted)
         for i, tokens in enumerate(counted):
-            np.testing.assert_allclose(prepared.advantages[i, tokens], advantages[i], rtol=1e-12, atol=1e-12)
+            found, expected = prepared.advantages[i, tokens].numpy(), np.array(advantages[i])
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+            assert not found[expected == 0].any(), "where all rewards are equal, exactly"
         loss = float(algorithm.loss(prepared, output, totals_of(prepared))[0])
         assert math.isfinite(loss)
-        expected = twin_loss(algorithm, batch, output, advantages, returns, counted)
-        assert loss == pytest.approx(expected, rel=1e-12, abs=1e-12), algorithm
+        wanted = twin_loss(algorithm, batch, output, advantages, returns, counted)
+        assert loss == pytest.approx(wanted, rel=1e-12, abs=1e-12), algorithm
     assert num_trained > 10 * count
     assert num_sets > count / 2

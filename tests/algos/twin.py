@@ -76,7 +76,7 @@ def plain_advantages(
     """GAE as the double sum of its definition: of each answer's tokens, of which there may be any number."""
     result = []
     for reward, value in zip(rewards, values, strict=True):
-        following = [*value[1:], 0.0]
+        following = [*value[1:], 0.0][: len(value)]  # an answer may have none
         errors = [r + gamma * n - v for r, n, v in zip(reward, following, value, strict=True)]
         result.append(
             [
