@@ -251,11 +251,11 @@ def _appended(output: Output, tokens: IntArray) -> dict[str, Any]:
     def behind(column: Any, value: Any) -> Any:
         return np.concatenate([column, np.full(len(tokens), value, column.dtype)])
 
-    kept, sources = output.kept, output.sources
+    sources = output.sources
     return {
         "token_ids": np.concatenate([output.token_ids, tokens]),
         "logprobs": behind(output.logprobs, 0.0),
         "policy_versions": behind(output.policy_versions, output.policy_versions[-1]),
         "sources": None if sources is None else behind(sources, NOT_DRAFTED),
-        "kept": None if kept is None else replace(kept, counts=behind(kept.counts, 0)),
+        "kept": None if output.kept is None else Output.of(tokens).behind(output).kept,
     }

@@ -6,13 +6,15 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
-from rhymerl.environments.episodes import Episodes
+from rhymerl.drafts import NOT_DRAFTED
+from rhymerl.environments.episodes import Episodes, _appended
 from rhymerl.environments.pool import EnvironmentPool
-from rhymerl.types import Output, Prompt, RolloutRequest, SamplingParams
+from rhymerl.types import KeptSets, Output, Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.host import Host
 from rhymerl.workers.versions import Versions
 from tests.environments.worlds import Asks, Counts, Ponders
@@ -235,3 +237,13 @@ def test_a_host_says_how_long_it_had_nothing_to_decode_because_of_environments(l
     times = [at for turn in output.turns for at in (turn.replied_at - turn.waited_s, turn.replied_at)]
     assert [began, *times, began + seconds] == sorted([began, *times, began + seconds])
     assert "environment/idle_frac" not in Host(Turns(), version=0).metrics()
+
+
+def test_a_reply_is_in_every_column_of_an_answer():
+    kept = KeptSets.of([np.arange(2, dtype=np.int32), np.empty(0, np.int32)], [-0.5, 0.0])
+    output, tokens = Output.of([4, 5], logprob=-1.0, policy_version=3), np.array([6, 7, 8], np.int32)
+    for each in (output, replace(output, kept=kept, sources=np.zeros(2, np.int8))):
+        found = replace(each, **_appended(each, tokens))
+        sources = None if each.sources is None else np.full(3, NOT_DRAFTED, np.int8)
+        wanted = each + replace(Output.of(tokens, policy_version=3), sources=sources)
+        np.testing.assert_equal(asdict(found), asdict(wanted))
