@@ -45,7 +45,14 @@ TINY = [
     "report=false",
 ]
 SHORTER = {"replay": ["from_epoch=15"], "simulate": ["steps=4", "warm_up=1"]}
-NO_SETTINGS = {"history.rhyme", "model.generate", "scheduler.my_argument=3", "logger.project=NAME", "logger.id=NAME"}
+NO_SETTINGS = {
+    "history.rhyme",
+    "samples.jsonl",
+    "model.generate",
+    "scheduler.my_argument=3",
+    "logger.project=NAME",
+    "logger.id=NAME",
+}
 MODULE = "from rhymerl.schedulers import FIFOScheduler\n\n\nclass MyScheduler(FIFOScheduler):\n    pass\n"
 
 

@@ -134,7 +134,7 @@ def rollouts(budget, drafter, costs, records) -> tuple[ReplayTotals, list]:
         found = []
         for begin in range(0, len(of_epoch), 32):
             found.append(inner(of_epoch[begin : begin + 32]))
-            said.append((of_epoch[0].epoch, budget.metrics().get("budget/expected_speedup")))
+            said.append((of_epoch[0].record.epoch, budget.metrics().get("budget/expected_speedup")))
         return sum(found, ReplayTotals())
 
     replay._replay = batches

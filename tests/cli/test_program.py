@@ -86,7 +86,7 @@ def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             [],
-            "error: expected a command: fit, resume, fork, evaluate, plan, rollout, replay, simulate, bench, report, warmstart, export",
+            "error: expected a command: fit, resume, fork, evaluate, plan, rollout, replay, simulate, bench, report, watch, warmstart, export",
         ),
         (["fit"], "error: rhymerl fit needs --config: a .yaml file, or one of base"),
         (["fit", "--config", "qickstart"], "did you mean quickstart?"),

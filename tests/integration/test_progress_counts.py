@@ -157,9 +157,9 @@ def test_evaluations(settings: list[str], tmp_path: Path) -> None:
 
 
 def test_it_is_seen_on_a_terminal(settings: list[str], trace: Path, tmp_path: Path) -> None:
-    shown = seen_on_a_terminal([*settings, "trainer.max_steps=4", f"run_dir={tmp_path / 'run'}"], tmp_path)
+    shown = seen_on_a_terminal([*settings, "trainer.max_steps=4", f"run_dir={tmp_path / 'run'}"])
     assert "rhymerl fit: reading the settings ..." in shown
     assert re.search(r"^answers of the evaluation: 0 of 4$", shown, re.MULTILINE)
-    shown = seen_on_a_terminal(["replay", str(trace)], tmp_path)
+    shown = seen_on_a_terminal(["replay", str(trace)])
     assert "answers replayed: 0 of 12" in shown
     assert "predicted speed-up" in shown

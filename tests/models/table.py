@@ -20,6 +20,7 @@ from tests.models.small import LATENT, small_model
 from tests.models.windowed import FAMILIES, windowed_model
 from tests.models.wrapped import WRAPPED, wrapped_model
 
+EXACT, SINGLE = "within 1e-12", "within 1e-4 (parts in float32)"
 _WINDOW = {"sliding_window": 4}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 _SMALL_EXPERTS = {
@@ -97,7 +98,7 @@ def _engine(model: PreTrainedModel) -> str:
     except ConfigError:
         return "refused"
     difference, _ = support._difference(model, torch.float64)
-    return "within 1e-12" if difference < 1e-12 else "within 1e-4 (parts in float32)"
+    return EXACT if difference < 1e-12 else SINGLE
 
 
 def _sharing(model: PreTrainedModel) -> str:
