@@ -56,6 +56,10 @@ SOURCES = {  # by the name of the file, but for its date and suffix
         "'8B on an H100, seed 2' '8B on an H100, update 30 %' 'lengths by chance' '64 slots, 32 prompts a step'",
         judges=_STEP + _SCHEDULES,
     ),
+    "headline_settings_epyc-2core-h200-7b": Source(
+        command="benchmarks.emulation.headline_settings --only '7B on an H200, measured passes'",
+        judges=_STEP + _SCHEDULES,
+    ),
     "headline_xeon-2core": Source(
         command="benchmarks.emulation.headline --plot benchmarks/results/headline_xeon-2core_202611.png",
         judges=_STEP + _SCHEDULES,
