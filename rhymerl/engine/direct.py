@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.engine.attention import AttentionPlan, ComparedPlan, TilePlan
 from rhymerl.engine.kv_store import KVStore, LayerStore
-from rhymerl.engine.layer_steps import Norm, TorchSteps
+from rhymerl.engine.layer_steps import Heads, Norm, TorchSteps
 from rhymerl.models.attention import LayerAttention
 from rhymerl.models.logits import num_tokens
 
@@ -137,7 +137,8 @@ class DirectForward:
             query, key, value = (
                 project(normed).view(len(normed), -1, layer.dim) for project in (layer.query, layer.key, layer.value)
             )
-            query = steps.turn_and_store(layer.store, layer.head_norms, query, key, value, cos[0], sin[0])
+            heads = Heads(query, key, value, cos[0], sin[0])
+            query = steps.turn_and_store(layer.store, layer.head_norms, heads)
             seen = plan.attend(query, layer.store.keys, layer.store.values, layer.scale, layer.attention)
             normed = steps.add_and_norm(layer.mlp_norm, hidden, layer.output(seen.flatten(1)))
             change = layer.down(steps.gated(layer.activation, layer.gate(normed), layer.up(normed)))

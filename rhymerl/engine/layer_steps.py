@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,19 @@ class Norm:
         return cls(norm.forward, norm.weight.detach(), norm.variance_epsilon)
 
 
+HeadNorms = tuple[Norm, Norm]  # of the heads of queries, and of keys
+
+
+class Heads(NamedTuple):
+    """The heads of a pass's N tokens, and the angles by which queries and keys are turned."""
+
+    query: Tensor  # [N, heads, dim]
+    key: Tensor  # [N, kv_heads, dim]
+    value: Tensor
+    cos: Tensor  # [N, dim]
+    sin: Tensor
+
+
 class TorchSteps:
     """The steps in torch, on any device."""
 
@@ -39,20 +52,9 @@ class TorchSteps:
         """Add the change to `hidden` [N, H] in place; return the norm of that."""
         return norm.forward(hidden.add_(change))
 
-    def turn_and_store(
-        self,
-        store: LayerStore,
-        norms: tuple[Norm, Norm] | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
-        """Store keys turned by their positions, and values, [N, kv_heads, dim]; return the turned query.
-
-        `norms` are those of a query's and a key's heads; `cos` and `sin` are [N, dim].
-        """
+    def turn_and_store(self, store: LayerStore, norms: HeadNorms | None, heads: Heads) -> Tensor:
+        """Store keys turned by their positions, and values; return the turned query, [N, heads, dim]."""
+        query, key, value, cos, sin = heads
         if norms is not None:
             query, key = norms[0].forward(query), norms[1].forward(key)
         cos, sin = cos[:, None], sin[:, None]
@@ -72,22 +74,13 @@ class CompiledSteps(TorchSteps):
         add_rms_norm(hidden.numpy(), change.numpy(), norm.weight.numpy(), norm.epsilon, out.numpy())
         return out
 
-    def turn_and_store(
-        self,
-        store: LayerStore,
-        norms: tuple[Norm, Norm] | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
+    def turn_and_store(self, store: LayerStore, norms: HeadNorms | None, heads: Heads) -> Tensor:
         if norms is not None:
-            for heads, norm in zip((query, key), norms, strict=True):
-                rms_norm(heads.numpy(), norm.weight.numpy(), norm.epsilon)
-        arrays = (query, key, value, cos, sin, store.write_slots, store.keys, store.values)
+            for each, norm in zip((heads.query, heads.key), norms, strict=True):
+                rms_norm(each.numpy(), norm.weight.numpy(), norm.epsilon)
+        arrays = (*heads, store.write_slots, store.keys, store.values)
         rotate_and_store(*(each.numpy() for each in arrays))
-        return query
+        return heads.query
 
 
 class TritonSteps(TorchSteps):
@@ -98,21 +91,11 @@ class TritonSteps(TorchSteps):
 
         return triton_layers.add_rms_norm(hidden, change, norm.weight, norm.epsilon)
 
-    def turn_and_store(
-        self,
-        store: LayerStore,
-        norms: tuple[Norm, Norm] | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
+    def turn_and_store(self, store: LayerStore, norms: HeadNorms | None, heads: Heads) -> Tensor:
         from rhymerl.engine import triton_layers
 
         weights = (norms[0].weight, norms[1].weight, norms[0].epsilon) if norms is not None else None
-        arrays = (query, key, value, cos, sin, store.write_slots, store.keys, store.values)
-        return triton_layers.turn_and_store(*arrays, weights)
+        return triton_layers.turn_and_store(*heads, store.write_slots, store.keys, store.values, weights)
 
     def gated(self, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
         from rhymerl.engine import triton_layers
@@ -135,9 +118,9 @@ class ComparedSteps(TorchSteps):
         self._compare((found, sums), (expected, hidden))
         return expected
 
-    def turn_and_store(self, store: LayerStore, *step: Any) -> Tensor:
+    def turn_and_store(self, store: LayerStore, norms: HeadNorms | None, heads: Heads) -> Tensor:
         found, expected = (
-            (steps(store, *step), store.keys[store.write_slots], store.values[store.write_slots])
+            (steps(store, norms, heads), store.keys[store.write_slots], store.values[store.write_slots])
             for steps in (self._kernels.turn_and_store, super().turn_and_store)
         )
         self._compare(found, expected)

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from rhymerl.engine.layer_steps import Norm, TorchSteps
+from rhymerl.engine.layer_steps import Heads, Norm, TorchSteps
 from tests.engine.interpreted import Interpreter
 from tests.products import values_first
 
@@ -91,8 +91,8 @@ def test_turn_and_store(kernels, shape, dtypes, normalises):
         for module, weight in zip(modules, weights, strict=True):
             module.weight = torch.nn.Parameter(weight.float(), requires_grad=False)
         norms = tuple(Norm(module, module.weight, EPSILON) for module in modules)
-    arrays = (each.float() for each in (query, key, value, cos, sin))
-    expected = TorchSteps().turn_and_store(single, norms, *arrays)
+    heads = Heads(*(each.float() for each in (query, key, value, cos, sin)))
+    expected = TorchSteps().turn_and_store(single, norms, heads)
     assert (found.dtype, keys.dtype, values.dtype) == (of_keys, of_keys, of_products)
     assert_close(found, expected.to(of_keys))
     assert_close(keys, single.keys.to(of_keys))
