@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import ast
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
-
-_IMPORT = re.compile(r"^    from (\S+) import (\([^)]*\)|.*)$", re.MULTILINE)  # under TYPE_CHECKING: indented
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -17,8 +16,9 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     `__getattr__, __dir__ = lazy_names(__name__)`: where a name lives is said once, where type checkers read it.
     """
     module = sys.modules[package]
-    with open(str(module.__file__), encoding="utf-8") as file:
-        homes = {name: home for home, names in _IMPORT.findall(file.read()) for name in re.findall(r"\w+", names)}
+    blocks = [each for each in ast.parse(inspect.getsource(module)).body if isinstance(each, ast.If)]
+    imports = [each for block in blocks for each in block.body if isinstance(each, ast.ImportFrom)]
+    homes = {name.name: str(each.module) for each in imports for name in each.names}
 
     def get(name: str) -> Any:
         if name not in homes:
