@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -152,7 +152,7 @@ class Episodes:
             saved_s=replied.saved_s,
             rerendered=said,
         )
-        return replace(output, **_appended(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
+        return replace(output + _unsampled(output, tokens), turns=(*output.turns, turn), finish_reason=reason)
 
     def _tokens_of(
         self, reply: Reply, request: RolloutRequest, output: Output, text: str
@@ -245,17 +245,7 @@ def of_last_segment(request: RolloutRequest) -> RolloutRequest:
     )
 
 
-def _appended(output: Output, tokens: IntArray) -> dict[str, Any]:
-    """Return the columns of an answer with tokens behind it that nobody has sampled."""
-
-    def behind(column: Any, value: Any) -> Any:
-        return np.concatenate([column, np.full(len(tokens), value, column.dtype)])
-
-    sources = output.sources
-    return {
-        "token_ids": np.concatenate([output.token_ids, tokens]),
-        "logprobs": behind(output.logprobs, 0.0),
-        "policy_versions": behind(output.policy_versions, output.policy_versions[-1]),
-        "sources": None if sources is None else behind(sources, NOT_DRAFTED),
-        "kept": None if output.kept is None else Output.of(tokens).behind(output).kept,
-    }
+def _unsampled(output: Output, tokens: IntArray) -> Output:
+    """Return tokens that go behind an answer, though nobody has sampled them."""
+    sources = None if output.sources is None else np.full(len(tokens), NOT_DRAFTED, np.int8)
+    return replace(Output.of(tokens, policy_version=int(output.policy_versions[-1])), sources=sources)

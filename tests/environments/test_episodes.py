@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rhymerl.drafts import NOT_DRAFTED
-from rhymerl.environments.episodes import Episodes, _appended
+from rhymerl.environments.episodes import Episodes, _unsampled
 from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.types import KeptSets, Output, Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.host import Host
@@ -242,8 +242,14 @@ def test_a_host_says_how_long_it_had_nothing_to_decode_because_of_environments(l
 def test_a_reply_is_in_every_column_of_an_answer():
     kept = KeptSets.of([np.arange(2, dtype=np.int32), np.empty(0, np.int32)], [-0.5, 0.0])
     output, tokens = Output.of([4, 5], logprob=-1.0, policy_version=3), np.array([6, 7, 8], np.int32)
+    of_five = np.array([-0.5, 0.0, 0.0, 0.0, 0.0])
     for each in (output, replace(output, kept=kept, sources=np.zeros(2, np.int8))):
-        found = replace(each, **_appended(each, tokens))
-        sources = None if each.sources is None else np.full(3, NOT_DRAFTED, np.int8)
-        wanted = each + replace(Output.of(tokens, policy_version=3), sources=sources)
-        np.testing.assert_equal(asdict(found), asdict(wanted))
+        wanted = replace(
+            each,
+            token_ids=np.array([4, 5, 6, 7, 8], np.int32),
+            logprobs=np.array([-1.0, -1.0, 0.0, 0.0, 0.0]),
+            policy_versions=np.full(5, 3, np.int32),
+            sources=None if each.sources is None else np.array([0, 0, *[NOT_DRAFTED] * 3], np.int8),
+            kept=None if each.kept is None else replace(kept, counts=np.array([2, 0, 0, 0, 0]), log_masses=of_five),
+        )
+        np.testing.assert_equal(asdict(each + _unsampled(each, tokens)), asdict(wanted))
