@@ -54,7 +54,7 @@ class LengthTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lengths:
-    """Of a prompt's answers in the latest epoch that answered it."""
+    """The lengths of a prompt's answers in the latest epoch that answered it."""
 
     epoch: int
     total: int  # tokens
