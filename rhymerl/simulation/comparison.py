@@ -74,20 +74,22 @@ def compare_several(
         works = source.steps(config.steps + RUN_OUT, seed)
         window = window_of(config, len(works))
         words = f"steps with seed {seed}, {number} of {counted(config.seeds, 'seed')}"
-        timelines: dict[str, Timeline] = {}
+        timelines: dict[str, Timeline] = {}  # by scheduler
+        fifo_timelines: dict[str, Timeline] = {}  # by mode
         with _no_collection(), progress.during(words, (len(schedulers) + len(modes)) * len(works)):
             for name, node in schedulers.items():
                 scheduler = instantiate(node, key="scheduler", kind=Scheduler)
                 timelines[name], figures = _figures(config, scheduler, works, window, progress, config.run_ahead)
                 rows[name].append(figures)
             for mode in modes:
-                _, figures = _figures(config, FIFOScheduler(), works, window, progress, mode)
+                scheduler = FIFOScheduler()
+                fifo_timelines[mode], figures = _figures(config, scheduler, works, window, progress, mode)
                 fifo_rows[mode].append(figures)
         barrier, fifo = (fifo_rows[mode][-1]["step_time"] for mode in ("off", config.run_ahead))
         for each in (*rows.values(), *fifo_rows.values()):
             each[-1] = _speedups(each[-1]["step_time"], barrier, fifo) | each[-1]
         if seed == config.seed and config.gantt is not None:
-            draw_gantt(config, works, timelines, window)
+            draw_gantt(config, fifo_timelines["off"], timelines, window)
     return {
         "schedulers": {name: _over_seeds(each) for name, each in rows.items()},
         "fifo": {mode: _over_seeds(each) for mode, each in fifo_rows.items()},
@@ -184,14 +186,11 @@ def window_of(config: DictConfig, num_steps: int) -> Window:
     return Window(first=config.warm_up, last=last)
 
 
-def draw_gantt(
-    config: DictConfig, works: Sequence[StepWork], timelines: Mapping[str, Timeline], window: Window
-) -> None:
+def draw_gantt(config: DictConfig, barrier: Timeline, timelines: Mapping[str, Timeline], window: Window) -> None:
     """The first steps of the window with each scheduler, below those of FIFO behind a barrier."""
     from rhymerl.simulation.gantt import draw
 
     last = min(window.first + config.gantt_steps, window.last)
-    barrier = simulation(config, FIFOScheduler(), run_ahead="off").run(works[:last])
     of_schedulers = {f"{name}, run_ahead={config.run_ahead}": timeline for name, timeline in timelines.items()}
     panels = {"FIFOScheduler, run_ahead=off": barrier, **of_schedulers}
     draw(panels, Window(first=window.first, last=last), Path(config.gantt))
