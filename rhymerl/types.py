@@ -241,11 +241,11 @@ class Output:
     def segments(self, prompt: IntArray) -> list[Segment]:
         """Return its segments, in order, where `prompt` stands before the first."""
         begun = [turn for turn in self.turns if turn.rerendered is not None]
-        bounds = [0, *(place for turn in begun for place in (turn.start, turn.stop)), len(self)]
         prompts = [prompt, *(self.token_ids[turn.start : turn.stop] for turn in begun)]
+        starts, stops = [0, *(turn.stop for turn in begun)], [*(turn.start for turn in begun), len(self)]
         return [
             Segment(prompt=each, token_ids=self.token_ids[start:stop], start=start)
-            for each, start, stop in zip(prompts, bounds[::2], bounds[1::2], strict=True)
+            for each, start, stop in zip(prompts, starts, stops, strict=True)
         ]
 
     def conversation(self) -> Output:
@@ -295,7 +295,7 @@ class Output:
 
     @property
     def num_sampled(self) -> int:
-        return len(self) - sum(turn.stop - turn.start for turn in self.turns)
+        return len(self) - sum([turn.stop - turn.start for turn in self.turns])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

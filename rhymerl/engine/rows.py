@@ -173,8 +173,9 @@ class Rows:
         self.length[row], self.prompt_length[row] = end, start
         self.limit[row] = start + request.sampling.max_tokens
         self._set_sampling(row, request)
-        noted = (output if self.replays[row] else None) or Output.of()
-        self.kept[row], self.log_masses[row] = noted.kept_sets, noted.log_masses.tolist()
+        noted = output if self.replays[row] else None
+        self.kept[row] = noted.kept_sets if noted else []
+        self.log_masses[row] = noted.log_masses.tolist() if noted else []
         self.request[row], self.is_request[row] = request, True
 
     def keep(self, row: IndexArray, sets: Sequence[IntArray], log_masses: FloatArray) -> None:

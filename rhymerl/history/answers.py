@@ -25,9 +25,12 @@ def group_advantages(rewards: Sequence[float]) -> FloatArray:
     It is 0 if all are alike, and without a reward. This is the history's own measure, whatever the algorithm's is: it
     only tilts which earlier answer a draft follows.
     """
+    if are_alike(rewards):
+        return np.zeros(len(rewards))
     values = np.asarray(rewards, np.float64)
-    known = values[~np.isnan(values)]
-    return np.zeros(len(values)) if are_alike(rewards) else np.nan_to_num((values - known.mean()) / known.std())
+    is_known = ~np.isnan(values)
+    known = values[is_known]
+    return np.where(is_known, (values - known.mean()) / known.std(), 0.0)
 
 
 def answers_of(samples: Sequence[Sample], epoch: int) -> Iterator[tuple[Prompt, list[Answer]]]:

@@ -119,9 +119,9 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
     read = [part.token_ids if behind else part.token_ids[:-1] for part in parts]
     placed = place_runs([part.prompt for part in parts], read, device)
     before = np.concatenate([path[:count] for path, count in zip(placed.paths, counts, strict=True)])
-    after = np.concatenate(
-        [np.pad(part.token_ids, (0, count - len(part.token_ids))) for part, count in zip(parts, counts, strict=True)]
-    )
+    padding = np.zeros(1, np.int32)
+    ends = [padding[: count - len(part.token_ids)] for part, count in zip(parts, counts, strict=True)]
+    after = np.concatenate([each for part, end in zip(parts, ends, strict=True) for each in (part.token_ids, end)])
     sets, pairs = _kept_sets(samples, behind=behind), before << 32 | after.astype(np.int64)
     keys = pairs
     if sets is not None:  # equal tokens behind equal ones may come from other sets, by rounding or of a newer policy

@@ -267,8 +267,8 @@ class Host:
     @staticmethod
     def whole(job: HostJob, output: Output) -> Output:
         """Return what an engine has of a request, with what only the host knows of it: turns, and parts before."""
-        known = job.known()
-        if not known.turns:
+        known = job.output or job.request.output
+        if known is None or not known.turns:
             return output
         start = Host._begun(job)
         return replace(output.behind(known[:start]) if start else output, turns=known.turns)
