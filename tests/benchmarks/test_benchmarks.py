@@ -39,6 +39,7 @@ def test_draw_kernel_says_what_it_needs(run: Run) -> None:
         run("gpu.draw_kernel")
 
 
+@pytest.mark.slow
 def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) -> None:
     words = ("--workloads", "SmolLM2's sums", "--seeds", "2", "--steps", "6", "--out", str(tmp_path))
     rows = run("scheduling.tournament", *words, "--hardware", "here")["rows"]
@@ -51,6 +52,7 @@ def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) 
     assert len(list(tmp_path.glob("tournament_here_*.png"))) == 1
 
 
+@pytest.mark.slow
 def test_first_runs_have_the_rewards_of_their_steps(run: Run, tmp_path: Path) -> None:
     words = ["task.train_size=8", "task.validation_size=4", "data.prompts_per_step=4", "rollout.group_size=2"]
     settings = [*words, "rollout.max_tokens=16", "trainer.max_steps=2"]
@@ -80,7 +82,8 @@ def test_draft_rules_say_what_is_accepted_where_answers_come_again(run: Run, tmp
     assert accepted["own"] == accepted["siblings"] == accepted["others"] == accepted["at 8"] == 0
 
 
-@pytest.mark.parametrize("task", [pytest.param("echo", marks=pytest.mark.slow), "running_sum"])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["echo", "running_sum"])
 def test_comparisons_with_trl_run_our_side_alone(run: Run, task: str) -> None:
     words = ("--prompts", "2", "--group-size", "2", "--max-tokens", "4", "--reward-where", "main", "--threads", "1")
     words += ("--task", task, "--seeds", "1", "--steps", "3", "--warm-up", "1")
@@ -148,6 +151,7 @@ def test_longer_task_has_rows_for_each_number_of_running_requests(run: Run) -> N
         assert row["allowed"] >= 1.0
 
 
+@pytest.mark.slow
 def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_path: Path) -> None:
     costs = tmp_path / "steep.json"  # where each node has its price
     costs.write_text(json.dumps({"costs": [[1, 0.01], [512, 0.5]], "context_s_per_token": 1e-6}))

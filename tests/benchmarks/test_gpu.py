@@ -315,6 +315,7 @@ def command(root: Path, folder: Path, *words: str) -> subprocess.CompletedProces
     return subprocess.run(whole, cwd=root, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command_goes_on_in_another_checkout_with_the_rows_that_a_kill_has_left(tmp_path: Path) -> None:
     file = tmp_path / "gpu_cpu.jsonl"

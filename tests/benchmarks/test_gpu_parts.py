@@ -111,6 +111,7 @@ def test_tests_are_told_what_the_machine_needs(tmp_path: Path) -> None:
     assert site.environment(tmp_path, folder=tmp_path, on_cpu=True)["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_parts_import_no_package_that_they_do_not_name() -> None:
     """transformers needs safetensors itself and may have jinja2."""

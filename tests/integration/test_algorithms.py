@@ -29,7 +29,13 @@ def test_three_steps(words, settings, tmp_path, rhymerl):
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 3
 
 
-@pytest.mark.parametrize("name", ["ppo_quickstart", "dapo_quickstart", "quickstart_lora"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ppo_quickstart",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("dapo_quickstart", "quickstart_lora")),
+    ],
+)
 def test_packaged_configs_train_three_steps(name, settings, tmp_path, rhymerl):
     words = [word for word in settings if not word.startswith(("--config", "update.mini_batches"))]
     steps = 6 if name == "ppo_quickstart" else 3

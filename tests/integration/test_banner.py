@@ -46,7 +46,9 @@ def test_what_is_trained_on_what_and_where(settings: list[str], tmp_path: Path, 
     assert "Tip" not in done.out + done.err
 
 
-@pytest.mark.parametrize("words", [["model.dtype=bfloat16"], ["trainer.precision=bf16-mixed"], []])
+@pytest.mark.parametrize(
+    "words", [["model.dtype=bfloat16"], pytest.param(["trainer.precision=bf16-mixed"], marks=pytest.mark.slow), []]
+)
 def test_what_equality_means_in_bfloat16(words: list[str], settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
     done = rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "trainer.max_steps=1", *words)
     assert done.code == 0, done.err
@@ -62,7 +64,7 @@ def test_adapters_are_what_is_trained(settings: list[str], tmp_path: Path, rhyme
     assert 0 < int(trained.replace(",", "")) < int(total.replace(",", ""))
 
 
-@pytest.mark.parametrize("command", ["fit", "resume"])
+@pytest.mark.parametrize("command", [pytest.param("fit", marks=pytest.mark.slow), "resume"])
 def test_a_crash_says_how_to_go_on(command: str, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
     run_dir = tmp_path / "my run"
     done = rhymerl(*settings, f"run_dir={run_dir}", BOOM, "drafter=none")

@@ -19,7 +19,7 @@ def values_of(run_dir: Path) -> dict[int, float]:
     return {line["step"]: line["evaluation"]["eval/reward"] for line in lines if "evaluation" in line and line["step"]}
 
 
-@pytest.mark.parametrize(("mode", "every"), [("max", 1), ("min", 4)])
+@pytest.mark.parametrize(("mode", "every"), [pytest.param("max", 1, marks=pytest.mark.slow), ("min", 4)])
 def test_the_best_step_stays(mode: str, every: int, settings: list[str], rhymerl: Run, tmp_path: Path) -> None:
     """Also at a step that would have had no checkpoint; of equal values the first."""
     run_dir = tmp_path / "run"

@@ -41,7 +41,14 @@ def test_each_step_is_logged_unless_the_trainer_was_told_otherwise(
     assert logged(logger.log_dir) == steps
 
 
-@pytest.mark.parametrize(("every", "steps"), [("50", []), ("null", STEPS), ("2", [2, 4])])
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        pytest.param("50", [], marks=pytest.mark.slow),
+        pytest.param("null", STEPS, marks=pytest.mark.slow),
+        ("2", [2, 4]),
+    ],
+)
 def test_what_the_config_says_holds(
     every: str, steps: list[int], settings: list[str], tmp_path: Path, rhymerl: Run
 ) -> None:

@@ -35,7 +35,9 @@ def distil(settings: list[str], teacher_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "more", [["rollout.top_p=0.8"], ["algo.over=vocabulary", "algo.reward_weight=0.5"]], ids=["sampled", "vocabulary"]
+    "more",
+    [["rollout.top_p=0.8"], pytest.param(["algo.over=vocabulary", "algo.reward_weight=0.5"], marks=pytest.mark.slow)],
+    ids=["sampled", "vocabulary"],
 )
 def test_killed_in_a_rollout_and_resumed_it_is_the_whole_run(more, distil, tmp_path, rhymerl: Run):
     """With sampling replayed over the tokens that truncation left, and with rewards beside the teacher."""
@@ -62,7 +64,11 @@ def test_a_resumed_run_keeps_its_teacher(settings, tmp_path, rhymerl: Run):
     assert rhymerl(*words, "ckpt_path=last").code == 0
 
 
-@pytest.mark.parametrize("more", [[], ["adapter=lora"], ["algo.over=vocabulary"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [[], *(pytest.param([each], marks=pytest.mark.slow) for each in ("adapter=lora", "algo.over=vocabulary"))],
+    ids=str,
+)
 def test_without_rewards_the_policy_comes_nearer_to_its_teacher(more, distil, tmp_path, rhymerl: Run):
     """Six steps of ten prompts, of which there is nothing but the prompt."""
     prompts = tmp_path / "prompts.jsonl"

@@ -19,7 +19,7 @@ def parent(settings: list[str], rhymerl: Run, tmp_path: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("step", ["@0", "@1"])
+@pytest.mark.parametrize("step", [pytest.param("@0", marks=pytest.mark.slow), "@1"])
 def test_a_fork_without_a_change_is_the_run_itself(step: str, parent: Path, rhymerl: Run, tmp_path: Path) -> None:
     before = sorted((path.name, path.stat().st_mtime_ns) for path in parent.rglob("*") if path.is_file())
     assert rhymerl("fork", f"{parent}{step}", f"run_dir={tmp_path / 'fork'}").code == 0

@@ -80,7 +80,7 @@ def test_export_writes_what_plain_transformers_loads(whole: Path, tmp_path: Path
     assert torch.isfinite(model(**asked).logits).all()
 
 
-@pytest.mark.parametrize("over", ["sampled", "vocabulary"])
+@pytest.mark.parametrize("over", [pytest.param("sampled", marks=pytest.mark.slow), "vocabulary"])
 def test_a_teacher_in_a_file_teaches_what_its_directory_does(over, words: list[str], tmp_path: Path, rhymerl: Run):
     file, folder = tmp_path / "teacher.gguf", tmp_path / "teacher"
     write_gguf(file, weights=lambda weights: {name: 1.3 * array for name, array in weights.items()})
@@ -108,6 +108,7 @@ def test_a_teacher_in_a_file_that_cannot_judge_is_one_line(
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_reading_the_file_draws_no_bars(words: list[str], tmp_path: Path) -> None:
     """In a process of its own, because tqdm reads what it may do when it is imported."""
     evaluate = [sys.executable, "-m", "rhymerl", "evaluate", *words[1:], f"run_dir={tmp_path / 'run'}"]

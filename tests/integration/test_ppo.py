@@ -18,7 +18,7 @@ from tests.integration import training
 from tests.integration.conftest import Run, assert_same, checkpoint
 from tests.integration.ranked import run_ranks
 
-KINDS = pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+KINDS = pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared", "own"])
 EVERYTHING = ["algo.kl_coef=0.05", "algo.kl_target=2.0", "critic.warmup_steps=1", "critic.head_std=0.1"]
 METRICS = [
     "critic/vf_loss",

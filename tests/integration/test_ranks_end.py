@@ -113,6 +113,7 @@ def test_nor_when_that_happens_before_they_have_met(is_stopped, launch):
     assert run.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_nor_when_the_port_is_taken_at_which_they_would_meet(launch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -104,7 +104,7 @@ def test_killed_at_any_instant(seed, settings, whole, tmp_path, rhymerl):
     assert_same_runs(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("kill", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_stopped_within_an_epoch_counts_epochs_right(kill, settings, whole, tmp_path, rhymerl):
     """Two passes are six steps, however often the run was interrupted."""
     words = [*words_for(settings, tmp_path / "run"), "trainer.max_steps=-1", "trainer.max_epochs=2"]
@@ -130,7 +130,9 @@ def test_ctrl_c_says_so_and_saves(settings, tmp_path, rhymerl):
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGHUP, signal.SIGUSR1))]
+)
 def test_told_to_end_it_saves_at_the_end_of_the_step(sent, settings, whole, tmp_path, rhymerl):
     """The signal comes from a cluster's scheduler, or because its terminal was closed."""
     words = [*words_for(settings, tmp_path / "run"), "checkpoint.every_n_steps=100"]

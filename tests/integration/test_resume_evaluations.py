@@ -99,7 +99,9 @@ def test_a_run_without_evaluations_is_the_same_one(settings, tmp_path):
 # -- resumed from any checkpoint -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("more", "steps"), [([], [4]), (PPO, [3])], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    ("more", "steps"), [([], [4]), pytest.param(PPO, [3], marks=pytest.mark.slow)], ids=["grpo", "ppo"]
+)
 def test_from_checkpoints_at_which_an_evaluation_is_due(more, steps, settings, tmp_path):
     """And from another one beside them."""
     from_every_checkpoint(settings, tmp_path, more, steps=steps, num_steps=7)

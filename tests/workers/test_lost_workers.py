@@ -203,7 +203,9 @@ def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
     assert [answers(one) for one in alone(6)] == [answers(step) for step in found]
 
 
-@pytest.mark.parametrize("run_ahead", ["off", "draft", "keep"])
+@pytest.mark.parametrize(
+    "run_ahead", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("off", "draft")), "keep"]
+)
 def test_moves_to_workers_that_are_lost_or_late_keep_nobody_waiting(run_ahead, monkeypatch):
     """Requests move anywhere all the time; workers are killed at random, and successors may come late or never."""
     monkeypatch.setattr(coordinator, "REBALANCE_S", 0.005)

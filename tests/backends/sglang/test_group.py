@@ -67,6 +67,7 @@ def assert_works(*engines):
     assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_several_are_joined_at_once(two_engines):
     """As the threads do that speak with a server each."""
     before = dict(os.environ)

@@ -112,7 +112,7 @@ def test_only_the_end_of_a_long_log_is_told(start):
     assert "line 10\n" not in words
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, None], ids=["killed", "ended"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(None, marks=pytest.mark.slow)], ids=["killed", "ended"])
 def test_a_server_ends_with_its_trainer(tmp_path, how):
     code = (
         "import sys, time; from pathlib import Path\n"
