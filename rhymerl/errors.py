@@ -19,10 +19,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from math import inf, isfinite
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
+_EXTRAS = {  # of the package, by what they bring
+    **{name: name for name in ("gguf", "ray", "sglang", "wandb")},
+    "accelerate": "gguf",
+    "datasets": "data",
+    "peft": "lora",
+    "pyarrow": "data",
+}
 
 
 class RhymeError(Exception):
@@ -110,3 +118,14 @@ def require_types(settings: Any) -> None:
             require(value in allowed, field.name, value, f"one of {', '.join(allowed)}")
         elif isinstance(value, float):
             require(isfinite(value), field.name, value, "a finite number")
+
+
+def require_package(name: str, where: str) -> None:
+    """Raise ConfigError, which begins with `where`, for a package that is not installed; nothing is imported."""
+    if find_spec(name) is None:
+        raise missing_package(name, where)
+
+
+def missing_package(name: str, where: str) -> ConfigError:
+    """Return the error for a package that is not installed: `backend=ray needs ray: pip install ...`."""
+    return ConfigError(f"{where} needs {name}: pip install 'rhymerl[{_EXTRAS[name]}]'")

@@ -70,6 +70,8 @@ class ConfiguredCommand(Subcommand):
             known = ", ".join(names_of(self.kind(arguments)))
             raise UsageError(f"rhymerl {self.name} needs {self.needs}: a .yaml file, or one of {known}")
         check_kind(arguments.config, self.kind(arguments))
+        if not arguments.print_config:
+            self.check_early(arguments.config, overrides)
         if self.is_told_early and not arguments.print_config and "torch" not in sys.modules and is_first_rank():
             print(f"rhymerl {self.name}, {arguments.config}: loading torch and Lightning", flush=True)
         with self.progress().during(f"rhymerl {self.name}: reading the settings"):
@@ -80,6 +82,9 @@ class ConfiguredCommand(Subcommand):
             print(to_yaml(config), end="")
             return recorded(config)
         return self.run_with(config, arguments, interrupt)
+
+    def check_early(self, config: str, overrides: Sequence[str]) -> None:
+        """Raise what can be told before libraries are loaded that take seconds."""
 
     def compose(self, arguments: Namespace, overrides: Sequence[str]) -> Settings:
         """Return the checked settings."""

@@ -26,6 +26,13 @@ class FitCommand(ConfiguredCommand):
             "--dry-run", action="store_true", help="make all checks, print what a rank's memory would hold, and stop"
         )
 
+    def check_early(self, config: str, overrides: Sequence[str]) -> None:
+        with self.progress().during("rhymerl fit: looking at paths and data"):
+            from rhymerl.config.composition import written
+            from rhymerl.runs.early import check_early
+
+            check_early(written(config, overrides))
+
     def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         return self.run_config(config, interrupt, is_dry=arguments.dry_run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def compose(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConf
     composed = OmegaConf.create(config)
     OmegaConf.set_struct(composed, True)
     return composed
+
+
+def written(name_or_path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what files and overrides say, before any class is imported: without defaults, and unchecked.
+
+    What cannot be told without the classes stays as it is written; `compose` finds out, and raises for it.
+    """
+    sources = sources_of(name_or_path, overrides)
+    config = merged(sources.path, sources.layers)
+    for override in sources.overrides:
+        with suppress(ConfigError):
+            _apply(config, override)
+    with suppress(ConfigError):
+        settle(config, sources.path.stem)
+    return config
 
 
 def sources_of(name_or_path: str | Path, overrides: Sequence[str]) -> Sources:

@@ -45,7 +45,7 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
     """
     if not isinstance(path, str) or not is_dotted_path(path):
         raise ConfigError(f"{setting}={path!r}: expected a dotted class path such as my_module.MyClass")
-    _look_in_current_directory()
+    look_in_current_directory()
     found: Any
     found, names = _import_module_part(path, setting)
     for name in names:
@@ -58,8 +58,8 @@ def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], found)
 
 
-def _look_in_current_directory() -> None:
-    """Last of all, so that no file there stands in for an installed module, a `torch.py` for torch.
+def look_in_current_directory() -> None:
+    """Let its modules be imported, last of all, so that no file there stands in for an installed one.
 
     It stays, since processes that are spawned later import the same names.
     """

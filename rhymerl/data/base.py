@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rhymerl.errors import DataError
 from rhymerl.tasks.base import Row
 from rhymerl.types import Prompt
 
+PROMPT_COLUMN = "prompt"  # unless data.prompt_column says another
 ONLY_SET = "validation"  # the name of an evaluation's data set that has no name of its own
 
 
@@ -17,6 +20,18 @@ class LocatedRow:
 
     location: str  # begins every error message about the row
     row: Row
+
+
+def prompt_in(located: LocatedRow, column: str) -> Any:
+    """Return a row's prompt as it stands there. Raises DataError where there is none."""
+    where = f"{located.location}: data.prompt_column={column!r}"
+    if column not in located.row:
+        raise DataError(f"{where}: no such column; it has {', '.join(map(repr, located.row)) or 'none'}")
+    prompt = located.row[column]
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy's, as a data frame has them
+    if prompt is None or prompt != prompt:  # NaN stands for null in a data frame
+        raise DataError(f"{where}: the prompt is null; expected a string or a list of chat messages")
+    return prompt
 
 
 def columns_of(prompts: Collection[Prompt]) -> tuple[list[str], dict[str, str]]:

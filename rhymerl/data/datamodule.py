@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from rhymerl.data.base import ONLY_SET, LocatedRow, columns_of
+from rhymerl.data.base import ONLY_SET, PROMPT_COLUMN, LocatedRow, columns_of
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows, with_tools
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
@@ -89,7 +89,7 @@ class PromptDataModule(L.LightningDataModule):
     validation_prompts: int | None = at_least(1, None)
     shuffle: bool = True
     seed: int = 0
-    prompt_column: str = "prompt"
+    prompt_column: str = PROMPT_COLUMN
     system_prompt: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_prompt_tokens: int | None = at_least(1, None)

@@ -15,7 +15,7 @@ from uuid import UUID
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rhymerl.data.base import LocatedRow
+from rhymerl.data.base import PROMPT_COLUMN, LocatedRow, prompt_in
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.models.chat import ChatTokenizer, check_messages
@@ -68,7 +68,7 @@ class PromptEncoder:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        prompt_column: str = "prompt",
+        prompt_column: str = PROMPT_COLUMN,
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         started: datetime.datetime | None = None,  # now by default
@@ -116,13 +116,7 @@ class PromptEncoder:
 
     def _prompt_of(self, located: LocatedRow) -> str | list[Mapping[str, Any]]:
         """Return a row's text, or chat messages."""
-        where = f"{located.location}: data.prompt_column={self.prompt_column!r}"
-        if self.prompt_column not in located.row:
-            columns = ", ".join(map(repr, located.row)) or "none"
-            raise DataError(f"{where}: no such column; it has {columns}")
-        prompt = _without_numpy(located.row[self.prompt_column])
-        if prompt is None or prompt != prompt:  # NaN stands for null in a data frame
-            raise DataError(f"{where}: the prompt is null; expected a string or a list of chat messages")
+        prompt = prompt_in(located, self.prompt_column)
         if self.system_prompt is not None and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         return prompt if isinstance(prompt, str) else self._checked(prompt, located.location)

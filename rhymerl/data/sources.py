@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rhymerl.data.base import LocatedRow
-from rhymerl.errors import ConfigError, DataError
+from rhymerl.errors import ConfigError, DataError, missing_package
 from rhymerl.models.hub import look_up
 from rhymerl.tasks.base import Row
 
@@ -58,20 +58,26 @@ def _located(source: Any, setting: Setting) -> Iterator[LocatedRow]:
     return _from_objects(source.to_dict("records") if hasattr(source, "iterrows") else source, setting)
 
 
+def is_data_set(source: str | Path) -> bool:
+    """Return whether the package `datasets` reads it: a directory, or a name of the hub's."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path.is_dir()
+    name = str(source).partition(":")[0]
+    is_directory = bool(name) and Path(name).expanduser().is_dir()
+    return is_directory or not (isinstance(source, Path) or _LOOKS_LIKE_A_FILE.search(source))
+
+
 def _name(setting: str, source: DataSource) -> str:
     return f"{setting}={str(source)!r}" if isinstance(source, str | Path) else setting
 
 
 def _from_path(source: str | Path, setting: Setting) -> Iterator[LocatedRow]:
     path, location = Path(source).expanduser(), _name(setting, source)
-    if path.is_dir():
-        return _from_objects(_load_data_set(str(path), setting), location)
+    if is_data_set(source):
+        return _from_objects(_load_data_set(str(path if path.is_dir() else source), setting), location)
     if not path.exists():
-        name = str(source).partition(":")[0]
-        is_directory = bool(name) and Path(name).expanduser().is_dir()
-        if not is_directory and (isinstance(source, Path) or _LOOKS_LIKE_A_FILE.search(source)):
-            raise DataError(f"{location}: no such file; expected a .jsonl, .csv, .tsv (each also .gz) or .parquet file")
-        return _from_objects(_load_data_set(str(source), setting), location)
+        raise DataError(f"{location}: no such file; expected a .jsonl, .csv, .tsv (each also .gz) or .parquet file")
     if path.suffix == ".parquet":
         return _from_objects(_read_parquet(path, location), location)
     delimiter = _DELIMITERS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
@@ -146,13 +152,13 @@ def _read_csv(path: Path, location: str, delimiter: str) -> Iterator[LocatedRow]
         raise DataError(f"{location}: cannot be read: {error}") from error
 
 
-def _read_parquet(path: Path, location: str) -> list[Any]:
+def _read_parquet(path: Path, location: str) -> Iterator[Any]:
     parquet = _import_extra("pyarrow.parquet", location)
     try:
-        rows: list[Any] = parquet.read_table(path).to_pylist()
+        for batch in parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         raise DataError(f"{location}: cannot be read as parquet: {error}") from error
-    return rows
 
 
 def _load_data_set(source: str, setting: Setting) -> Iterable[Any]:
@@ -209,5 +215,4 @@ def _import_extra(module: str, location: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise ConfigError(f"{location}: reading it needs {package}: pip install 'rhymerl[data]'") from error
+        raise missing_package(module.partition(".")[0], f"{location}: reading it") from error

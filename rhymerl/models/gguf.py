@@ -22,12 +22,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.import_utils import is_accelerate_available, is_gguf_available
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.loading import read_model
+from rhymerl.models.places import check_gguf
 
-_SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -35,11 +34,6 @@ _STRING, _ARRAY = 8, 9
 _END = "tokenizer.ggml.eos_token_id"
 _ENDS_OF_TURNS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")  # which transformers does not read
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-def is_gguf(path: str) -> bool:
-    """Return whether the path names a GGUF file, which may not exist."""
-    return path.lower().endswith(_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +63,7 @@ def read_header(path: Path, where: str) -> GGUFHeader:
     Errors begin with `where`. Raises ConfigError for a file that is not there, is broken or has no tokenizer, and
     without the package that it needs, or where transformers would make up what the file does not say.
     """
-    if not path.is_file():
-        raise ConfigError(f"{where}: no such file")
-    if not (is_gguf_available() and is_accelerate_available()):
-        raise ConfigError(f"{where}: reading it needs gguf: pip install 'rhymerl[gguf]'")
+    check_gguf(path, where)
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:

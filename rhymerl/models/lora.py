@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rhymerl.errors import ConfigError, at_least, check_ranges, require
+from rhymerl.errors import ConfigError, at_least, check_ranges, require, require_package
 from rhymerl.models.sharding import replicated
 from rhymerl.models.wrapped import language_modules
 
@@ -218,10 +218,9 @@ def _in_full(data: Tensor) -> Tensor:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("adapter: this needs peft: pip install 'rhymerl[lora]'") from error
+    require_package("peft", "adapter")
+    import peft
+
     return peft
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +37,7 @@ from rhymerl.models.hub import look_up
 from rhymerl.models.loading import naming, read_model
 from rhymerl.models.logits import limit_tokens
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, save_config, with_adapters
+from rhymerl.models.places import check_place, is_gguf
 from rhymerl.models.sharding import GatheredTensors, is_sharded
 from rhymerl.models.tokenizers import character_tokenizer, check_characters, check_tokenizer, load_tokenizer
 from rhymerl.models.wrapped import auto_class, freeze_towers, language_modules, processor_files
@@ -263,7 +263,7 @@ class PolicySource:
 
     @property
     def _is_gguf(self) -> bool:
-        return self.path is not None and gguf.is_gguf(self.path) and not Path(self.path).expanduser().is_dir()
+        return self.path is not None and is_gguf(self.path) and not Path(self.path).expanduser().is_dir()
 
     def _whole(self, setting: str) -> Policy:
         return self._read(str(self.path), setting) if self.init is None else self._build(self.init, setting)
@@ -329,16 +329,8 @@ class PolicySource:
     @staticmethod
     def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
         """Return transformers' name for the directory or the hub's model, and whether only the disk may be read."""
+        check_place(path, where)
         folder = Path(path).expanduser()
-        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-            raise ConfigError(f"{where}: {_adapter_words(folder / 'adapter_config.json')}")
-        if folder.exists() and not (folder / "config.json").is_file():
-            files = ", ".join(sorted(each.name for each in folder.glob("*") if gguf.is_gguf(each.name)))
-            hint = f"; name a file of it: {files}" if files else ""
-            raise ConfigError(f"{where}: not a model directory (it has no config.json){hint}")
-        looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
-        if not folder.exists() and looks_local:
-            raise ConfigError(f"{where}: no such directory")
         name = str(folder) if folder.exists() else path
         return name, not folder.exists() and not look_up(path, f"{setting}.path", kind="model")
 
@@ -372,10 +364,3 @@ class PolicySource:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{setting}.init={dict(init)!r}: {str(error).splitlines()[0]}") from error
         return config
-
-
-def _adapter_words(path: Path) -> str:
-    with suppress(OSError, ValueError, AttributeError):
-        base = json.loads(path.read_text()).get("base_model_name_or_path")
-        return f"a LoRA adapter of {base!r}, not a model; merge it into that (merge_and_unload of peft), and name the merged model's directory"
-    return "a LoRA adapter, not a model; merge it into its base first (merge_and_unload of peft)"

@@ -15,7 +15,7 @@ from rhymerl.callbacks import AcceptanceHistograms, AtomicCheckpointIO, Checkpoi
 from rhymerl.config import construct, instantiate, keep_former, recorded, resolved, save_config
 from rhymerl.config.files import options, packaged_directory
 from rhymerl.config.targets import import_target, is_dotted_path
-from rhymerl.errors import ConfigError, did_you_mean
+from rhymerl.errors import ConfigError, did_you_mean, missing_package
 from rhymerl.report.printing import say
 from rhymerl.runs.resume import ResumePoint
 from rhymerl.training.module import RhymeModule
@@ -31,7 +31,6 @@ _INSTEAD = {  # flags of the Trainer that a run sets itself
 }
 _DEFAULTS = {"check_val_every_n_epoch": 1}  # the Trainer's own, where it is not None
 _DEFAULT_LOGGER = "tensorboard"
-_LOGGER_EXTRAS = {"wandb": "pip install 'rhymerl[wandb]'"}
 
 
 def build_trainer(
@@ -165,9 +164,10 @@ def _logger_of(node: dict[str, Any], first_step: int | None) -> Logger:
     try:
         logger = instantiate(node, key="logger")
     except ModuleNotFoundError as error:
-        name = next((each for each in _LOGGER_EXTRAS if each in node["_target_"].lower()), None)
-        needed = f"needs {name}: {_LOGGER_EXTRAS[name]}" if name else " ".join(str(error).split())
-        raise ConfigError(f"logger={node['_target_']}: {needed}") from error
+        where = f"logger={node['_target_']}"
+        if "wandb" in where.lower():
+            raise missing_package("wandb", where) from error
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
     if not isinstance(logger, Logger):
         raise ConfigError(f"logger={node['_target_']}: expected a Lightning Logger, it is a {type(logger).__name__}")
     return logger

@@ -20,6 +20,7 @@ HEAVY = {"lightning", "matplotlib", "numba", "pytorch_lightning", "sglang", "tor
 HANDY = {"numpy", "hydra", "omegaconf", "rich"}
 LIGHTEST = ["rhymerl", "rhymerl.cli", "rhymerl.config", "rhymerl.schedulers", "rhymerl.drafters"]
 LIGHT = [
+    "data.sources",
     "environments",
     "environments.process_main",
     "errors",
@@ -27,6 +28,7 @@ LIGHT = [
     "report",
     "rewards",
     "rewards.process_main",
+    "runs.early",
     "tasks",
     "types",
 ]

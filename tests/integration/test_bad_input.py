@@ -237,16 +237,16 @@ def test_other_commands(words: list[str], message: str, index: Path, model_dir: 
 
 
 def test_from_outside(index: Path, model_dir: Path) -> None:
-    words = ["fit", "--config", "grpo_jsonl", f"model.path={model_dir}", "data.train=broken.jsonl", "run_dir=run"]
+    words = ["fit", "--config", "grpo_jsonl", f"model.path={model_dir}", "data.train=long.jsonl", "run_dir=run"]
     done = subprocess.run([sys.executable, "-m", "rhymerl", *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "rhymerl fit, grpo_jsonl: loading torch and Lightning\n")
-    assert done.stderr.startswith("error: data.train='broken.jsonl', line 2: not valid JSON: ")
+    assert done.stderr.startswith("error: data.train='long.jsonl', line 1: the prompt has ")
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
 def test_sglang_that_is_not_installed_is_said_before_anything_is_computed(index: Path, rhymerl: Run) -> None:
     done = rhymerl("fit", "--config=quickstart", "backend=sglang", "run_dir=run")
-    assert done.err == "error: backend=sglang: sglang is not installed; pip install 'rhymerl[sglang]'\n"
+    assert done.err == "error: backend=sglang needs sglang: pip install 'rhymerl[sglang]'\n"
     assert (done.code, done.out) == (2, "")
     assert not Path("run").exists()

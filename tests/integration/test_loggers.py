@@ -107,5 +107,5 @@ def test_wandb_is_an_extra(short: list[str], rhymerl: Run) -> None:
     done = rhymerl(*short, "logger=wandb")
     assert (done.code, done.err.splitlines()) == (
         2,
-        ["error: logger=lightning.pytorch.loggers.WandbLogger: needs wandb: pip install 'rhymerl[wandb]'"],
+        ["error: logger=lightning.pytorch.loggers.WandbLogger needs wandb: pip install 'rhymerl[wandb]'"],
     )

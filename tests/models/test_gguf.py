@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -224,5 +225,5 @@ def test_positions_that_transformers_would_not_scale(tmp_path: Path) -> None:
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr("rhymerl.models.gguf.is_gguf_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert refusal(tmp_path / "tiny.gguf") == "reading it needs gguf: pip install 'rhymerl[gguf]'"

@@ -301,5 +301,5 @@ def len_of(completion: str) -> float:
 
 def test_without_peft_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"adapter: this needs peft: pip install 'rhymerl\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"adapter needs peft: pip install 'rhymerl\[lora\]'"):
         LoRA().put_on(tiny_policy().model, seed=0)

@@ -19,7 +19,7 @@ from rhymerl.config import construct, instantiate, resolved
 from rhymerl.drafters import RunAheadDrafter
 from rhymerl.errors import ConfigError
 from rhymerl.folders import open_folder
-from rhymerl.models.gguf import is_gguf
+from rhymerl.models.places import is_gguf
 
 
 def launch_line(config: DictConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
 from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
-from rhymerl.errors import BackendError, ConfigError
+from rhymerl.errors import BackendError, ConfigError, require_package
 from rhymerl.models.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -33,8 +33,7 @@ _DYING_S = 2.0  # from a broken connection to the end of the process
 
 def require_sglang(*, memory_saver: bool) -> None:
     """Raise ConfigError when SGLang is not installed, or not the package with which it gives memory back."""
-    if importlib.util.find_spec("sglang") is None:
-        raise ConfigError("backend=sglang: sglang is not installed; pip install 'rhymerl[sglang]'")
+    require_package("sglang", "backend=sglang")
     if memory_saver and importlib.util.find_spec("torch_memory_saver") is None:
         raise ConfigError(
             "backend.release_memory=true: expected torch_memory_saver to be installed, which comes with sglang"

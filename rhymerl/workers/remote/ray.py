@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import tempfile
@@ -23,7 +22,7 @@ from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
 from rhymerl.drafters.run_ahead import innermost, listens
-from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges
+from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges, require_package
 from rhymerl.memory.base import EngineShape
 from rhymerl.memory.outline import ModelShape
 from rhymerl.models.policy import Policy
@@ -213,8 +212,7 @@ class RayBackend(HostedBackend):
                 f"backend.gpus_per_worker={self.gpus_per_worker}: an engine of backend.engine.tensor_parallel={self._engine.tensor_parallel} takes as "
                 f"many GPUs; expected at least {self._engine.tensor_parallel}"
             )
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError("backend=ray: needs Ray: pip install 'rhymerl[ray]'")
+        require_package("ray", "backend=ray")
         if isinstance(self._engine, ServedBackend) and self._engine.has_servers:
             raise ConfigError(
                 "backend.engine.url: servers that run already are workers without Ray; expected backend=sglang with backend.url"
