@@ -225,7 +225,8 @@ RULES: Sequence[Rule] = (
 class EarlyWarnings(L.Callback):
     """Warns of what the rules find, each at most once in `every_n_steps` rollout steps. Rank 0 only.
 
-    `latest` has the warnings of the latest step, for callbacks that come later. Needs a RhymeModule. A resumed run
+    `latest` has the warnings of the latest step, and `holding` those given so far that hold in it, for callbacks that
+    come later. Needs a RhymeModule. A resumed run
     begins to watch anew.
     """
 
@@ -236,7 +237,8 @@ class EarlyWarnings(L.Callback):
         self._equal: deque[str | None] = deque(maxlen=WINDOW)
         self._left_out: deque[bool] = deque(maxlen=WINDOW)
         self._failures: deque[Failures] = deque(maxlen=WINDOW)
-        self._warned_at: dict[Rule, int] = {}
+        self.holding: list[str] = []
+        self._warned: dict[Rule, tuple[int, str]] = {}  # the step and the words of the latest warning
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         rollout: Rollout | None = pl_module.last_rollout
@@ -263,14 +265,14 @@ class EarlyWarnings(L.Callback):
             algo=pl_module.algo,
             has_stop=has_stop(pl_module.policy, pl_module.rollout),
         )
-        for rule in RULES:
-            self._ask(rule, recent, pl_module.num_rollouts)
+        found = {rule: words for rule in RULES if (words := rule(recent)) is not None}
+        for rule, words in found.items():
+            self._say(rule, words, pl_module.num_rollouts)
+        self.holding = [self._warned[rule][1] for rule in found]
 
-    def _ask(self, rule: Rule, recent: Recent, step: int) -> None:
-        if step - self._warned_at.get(rule, -self.every_n_steps) < self.every_n_steps:
-            return
-        if (words := rule(recent)) is not None:
-            self._warned_at[rule] = step
+    def _say(self, rule: Rule, words: str, step: int) -> None:
+        if rule not in self._warned or step - self._warned[rule][0] >= self.every_n_steps:
+            self._warned[rule] = (step, words)
             self.latest.append(words)
             _LOG.warning("step %d: %s", step, words)
 

@@ -47,9 +47,18 @@ class RecordSteps(StepRecorder):
     and a PromptDataModule.
     """
 
-    def __init__(self, path: str | Path, *, warnings: EarlyWarnings | None = None, continues: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        warnings: EarlyWarnings | None = None,
+        facts: Callable[[Any, Any], Mapping[str, str]] | None = None,
+        continues: bool = True,
+    ) -> None:
         super().__init__(path, continues=continues)
         self.warnings = warnings  # a callback that comes before this one
+        self.facts = facts  # of trainer and module: what the header of the report says of the run
+        self._start: dict[str, Any] = {}  # what the first record after a start says of it
         self._chosen: set[str] = set()  # keys of prompts whose answers are kept with their texts
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -62,6 +71,8 @@ class RecordSteps(StepRecorder):
         share = min(MAX_TEXTS / (num_steps * per_step), 1.0) if math.isfinite(num_steps) else 0.0
         most = max(1, int(share * len(prompts)))
         self._chosen = set(heapq.nsmallest(most, {prompt.key for prompt in prompts}))
+        if self.facts is not None:
+            self._start = {"began_at": time.time(), "facts": dict(self.facts(trainer, pl_module))}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called before evaluations and checkpoints."""
@@ -76,6 +87,7 @@ class RecordSteps(StepRecorder):
                 "ended_at": time.time(),
                 "metrics": pl_module.logged,
                 "warnings": self.warnings.latest if self.warnings is not None else [],
+                "holding": self.warnings.holding if self.warnings is not None else [],
                 "workers_apart": pl_module.backend.workers_are_remote,
                 "spans": [
                     [each.worker, each.activity, each.number, round(each.start_s, 4), round(each.end_s, 4)]
@@ -83,8 +95,10 @@ class RecordSteps(StepRecorder):
                 ],
                 "answers": answer_columns(rollout.samples),
                 "texts": self._texts(rollout.samples, pl_module),
+                **self._start,
             }
         )
+        self._start = {}
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """The module knows its metrics by now."""

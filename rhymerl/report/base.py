@@ -91,7 +91,15 @@ class Run:
     answers: Answers | None = None
     similarity: Mapping[int, float] = field(default_factory=dict)  # by epoch, to the one before
     warnings: Sequence[tuple[int, str]] = ()  # of the run, by step
+    holding: Sequence[str] = ()  # of these: which hold in the latest step
+    facts: Mapping[str, str] = field(default_factory=dict)  # model, data, device, ..., of the latest start
+    began_at: float | None = None  # in Unix time, at first
     missing: Sequence[str] = ()  # sentences for people: what could not be shown, and why
+
+    @property
+    def past_warnings(self) -> list[tuple[int, str]]:
+        """Return the warnings that do not hold any more."""
+        return [(step, words) for step, words in self.warnings if words not in self.holding]
 
     def has(self, name: str) -> bool:
         """Return whether a metric was logged and ever other than 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,25 +22,57 @@ class Figure:
     name: str
     values: Sequence[str]
     note: str = ""
+    differences: Sequence[str] = ()  # of each run from the first, whose own is empty
 
 
 def key_figures(runs: Sequence[Run]) -> list[Figure]:
     """Return what a reader wants to know first, as far as any run has it."""
-    rows: list[tuple[str, str, Callable[[Mapping[str, Any]], str | None]]] = [
-        ("Held-out reward", "before and after training", _pair("eval_reward_before", "eval_reward_after")),
-        ("Training reward", "first and last steps", _pair("reward_first", "reward_last")),
-        ("Steps", "", _number("steps")),
-        ("Training time", "without evaluations", _time),
-        ("Tokens", "of all answers", _number("num_tokens")),
-        ("Rollout speed", "tokens a second", _number("rollout_tokens_per_s")),
-        ("Tokens a pass", "1 without drafts", _number("spec_accept_length")),
-        ("Speed-up by drafts", "of rollouts; 1 is as fast as without", _speedup),
-        ("Failed reward calls", "share", _failures),
-    ]
     found = [
-        Figure(name=name, note=note, values=[tell(run.summary) or "" for run in runs]) for name, note, tell in rows
+        Figure(
+            name=name,
+            note=note,
+            values=[tell(run.summary) or "" for run in runs],
+            differences=[_difference(runs[0].summary.get(key), run.summary.get(key)) for run in runs],
+        )
+        for key, (name, note, tell) in _key_rows().items()
     ]
     return [figure for figure in found if any(figure.values)]
+
+
+def _key_rows() -> dict[str, tuple[str, str, Callable[[Mapping[str, Any]], str | None]]]:
+    """Return name, note and words of each figure, by the entry of a summary in which runs are compared."""
+    return {
+        "eval_reward_after": (
+            "Held-out reward",
+            "before and after training",
+            _pair("eval_reward_before", "eval_reward_after"),
+        ),
+        "reward_last": ("Training reward", "first and last steps", _pair("reward_first", "reward_last")),
+        "steps": ("Steps", "", _number("steps")),
+        "wall_s": ("Training time", "without evaluations", _time),
+        "num_tokens": ("Tokens", "of all answers", _number("num_tokens")),
+        "rollout_tokens_per_s": ("Rollout speed", "tokens a second", _number("rollout_tokens_per_s")),
+        "spec_accept_length": ("Tokens a pass", "1 without drafts", _number("spec_accept_length")),
+        "rollout_speedup": ("Speed-up by drafts", "of rollouts; 1 is as fast as without", _speedup),
+        "reward_failure_rate": ("Failed reward calls", "share", _failures),
+    }
+
+
+def _difference(first: Any, value: Any) -> str:
+    """Return how a figure differs from the first run's, in the figure's own unit."""
+    if not isinstance(first, int | float) or not isinstance(value, int | float) or first == value:
+        return ""
+    sign = "+" if value > first else "-"
+    return f"{sign}{readable(abs(value - first))}"
+
+
+def header_of(run: Run) -> dict[str, str]:
+    """Return what the header says of a run, by name; nothing of a run that recorded nothing."""
+    if run.began_at is None:
+        return {}
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began_at))
+    took = f"; its last step ended {about(run.steps[-1].ended_at - run.began_at)} later" if run.steps else ""
+    return {"began": f"{began}{took}", **{name: words[:_MOST_CHARACTERS] for name, words in run.facts.items()}}
 
 
 def evaluation_figures(runs: Sequence[Run]) -> list[Figure]:

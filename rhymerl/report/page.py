@@ -22,7 +22,7 @@ from rhymerl.report.base import Live, Run
 from rhymerl.report.charts import sections_of
 from rhymerl.report.charts.base import thinned
 from rhymerl.report.colours import COLOURS
-from rhymerl.report.figures import evaluation_figures, key_figures, parts_of, problems_of
+from rhymerl.report.figures import evaluation_figures, header_of, key_figures, parts_of, problems_of
 from rhymerl.report.reading import read_run
 from rhymerl.report.samples import sample_data
 from rhymerl.report.settings import differences
@@ -83,6 +83,7 @@ def page_of(runs: Sequence[Run], *, live: Live | None = None) -> str:
     return template.from_string(_asset("page.html")).render(
         runs=runs,
         live=live,
+        headers=[header_of(run) for run in runs],
         parts=[parts_of(run) for run in runs],
         problems=[problems_of(run) for run in runs],
         sections=sections,

@@ -70,6 +70,9 @@ def _with_steps(run: Run, folder: Path, progress: ProgressBar) -> Run:
     times: deque[StepTimes] = deque(maxlen=_MOST_STEPS)
     warnings: list[tuple[int, str]] = []
     answers = AnswerColumns()
+    began: list[float] = []
+    facts: Mapping[str, str] = {}
+    holding: Sequence[str] = ()
     try:
         for record in read_steps(folder / STEPS):
             if "evaluation" in record:
@@ -77,6 +80,10 @@ def _with_steps(run: Run, folder: Path, progress: ProgressBar) -> Run:
                 continue
             steps[record["step"]] = record["metrics"]
             warnings += [(record["step"], words) for words in record["warnings"]]
+            if "facts" in record:  # the first step after a start
+                began.append(float(record["began_at"]))
+                facts = {str(name): str(words) for name, words in record["facts"].items()}
+            holding = [str(words) for words in record["holding"]]
             times.append(_times(record))
             answers.add(record)
             progress.advance()
@@ -86,6 +93,9 @@ def _with_steps(run: Run, folder: Path, progress: ProgressBar) -> Run:
             evaluations=curves_of(evaluations.items()),
             steps=list(times),
             warnings=warnings,
+            holding=holding,
+            facts=facts,
+            began_at=began[0] if began else None,
             answers=answers.whole(),
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,12 @@ from rhymerl.errors import UsageError
 from rhymerl.training.checkpoint import step_of
 from rhymerl.training.module import RhymeModule
 
+_GIT_S = 2.0  # for an answer of git
+
 
 def banner(module: RhymeModule, datamodule: PromptDataModule, trainer: Any, run_dir: Path) -> str:
     """Return a block of lines, before a run begins."""
-    lines = {
-        "model": _model(module),
-        "device": _device(trainer),
-        "prompts": _prompts(module, datamodule),
-        "run_dir": str(run_dir),
-    }
+    lines = {**_what(module, datamodule, trainer), "run_dir": str(run_dir)}
     if (words := embedded_on_gpu(module.backend, trainer.strategy.root_device.type)) is not None:
         lines["engine"] = words
     if _rounds_coarsely(module, trainer):
@@ -34,6 +34,36 @@ def banner(module: RhymeModule, datamodule: PromptDataModule, trainer: Any, run_
             "bfloat16: another drafter may change single tokens, not their distribution (docs/correctness.md)"
         )
     return "\n".join(f"{name:<8} {words}" for name, words in lines.items())
+
+
+def facts(trainer: Any, module: RhymeModule) -> dict[str, str]:
+    """Return what the header of a report says of a run."""
+    data, path = trainer.datamodule, module.model.name_or_path
+    what = _what(module, data, trainer)
+    program = Path(sys.argv[0]).name.replace("__main__.py", "rhymerl")
+    found = {
+        **what,
+        "model": f"{path}: {what['model']}" if path else what["model"],
+        "data": str(data.train) if isinstance(data.train, str | Path) else type(data.task or data.train).__name__,
+        "command": shlex.join([program, *sys.argv[1:]]),
+        "commit": _commit(),
+    }
+    return {name: words for name, words in found.items() if words is not None}
+
+
+def _commit() -> str | None:
+    """Return the commit of the current directory, and whether files differ from it; None where there is none."""
+    git = partial(subprocess.run, capture_output=True, text=True, check=False, timeout=_GIT_S)
+    try:
+        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout if commit else ""
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return f"{commit}, with changes" if changed else commit or None
+
+
+def _what(module: RhymeModule, datamodule: PromptDataModule, trainer: Any) -> dict[str, str]:
+    return {"model": _model(module), "device": _device(trainer), "prompts": _prompts(module, datamodule)}
 
 
 def _model(module: RhymeModule) -> str:

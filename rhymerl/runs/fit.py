@@ -34,7 +34,7 @@ from rhymerl.report.page import REPORT
 from rhymerl.report.printing import print_table
 from rhymerl.report.steps import STEPS
 from rhymerl.report.trace import PASSES, TRACE, write_trace
-from rhymerl.runs.banner import banner, how_to_go_on, noting_how_to_go_on
+from rhymerl.runs.banner import banner, facts, how_to_go_on, noting_how_to_go_on
 from rhymerl.runs.earlier import save_history, start_with
 from rhymerl.runs.forecast import ForecastLine
 from rhymerl.runs.plan import describe_dry_run
@@ -165,7 +165,9 @@ def _trainer_of(
     records_steps = config.get("report", True) or is_profiled
     warnings = EarlyWarnings()
     recorder: list[L.Callback] = [warnings]
-    recorder += [RecordSteps(run_dir / STEPS, warnings=warnings, continues=continues)] if records_steps else []
+    recorder += (
+        [RecordSteps(run_dir / STEPS, warnings=warnings, facts=facts, continues=continues)] if records_steps else []
+    )
     recorder += [RecordPasses(run_dir / PASSES, continues=continues)] if is_profiled else []
     recorder += [RecordRollouts(run_dir / "rollouts.jsonl.gz", continues=continues)] if config.record_rollouts else []
     progress = _progress(config)

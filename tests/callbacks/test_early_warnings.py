@@ -209,9 +209,9 @@ def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCapture
     caplog.set_level(logging.WARNING)
     callback = EarlyWarnings(every_n_steps=8)
     rollout = Rollout(samples=[answer([])], metrics={"timing_s/rollout": 1.0})
-    told = []
-    for step in range(1, 25):
-        metrics = {name: torch.tensor(0.5) for name in (CLIPPED, EQUAL)}
+    told, holding = [], []
+    for step in range(1, 31):
+        metrics = {name: torch.tensor(0.5 if step < 25 else 0.0) for name in (CLIPPED, EQUAL)}
         trainer = SimpleNamespace(is_global_zero=True, callback_metrics=metrics)
         module = SimpleNamespace(
             last_rollout=rollout,
@@ -224,7 +224,9 @@ def test_a_warning_comes_back_after_so_many_steps_only(caplog: pytest.LogCapture
         )
         callback.on_train_batch_end(trainer, module, None, None, 0)  # type: ignore[arg-type]
         told += [step] if callback.latest else []
+        holding += [step] if callback.holding else []
     assert told == [5, 13, 21]
+    assert holding == list(range(5, 27)), "as long as the mean of five steps is as high"
     assert [message.partition(":")[0] for message in caplog.messages] == ["step 5", "step 13", "step 21"]
 
 

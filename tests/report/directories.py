@@ -48,9 +48,17 @@ def make_run(
     summary = {"steps": num_steps, "eval_reward_before": 0.25, "eval_reward_after": 0.75, "num_tokens": 1_234_567}
     (folder / "summary.json").write_text(json.dumps(summary))
     file = StepFile(folder / STEPS)
+    facts = {
+        "model": f"Tiny, {words}",
+        "data": "rows.jsonl",
+        "device": "cpu",
+        "command": "rhymerl fit",
+        "commit": "1234567",
+    }
     file.append({"step": 0, "evaluation": {"eval/reward": 0.25, "eval/set/mean@1": 0.25}})
     for step in range(1, num_steps + 1):
-        file.append(step_record(step, prompts=prompts, group=group, words=words, seed=seed, num_workers=num_workers))
+        record = step_record(step, prompts=prompts, group=group, words=words, seed=seed, num_workers=num_workers)
+        file.append({**record, **({"began_at": 1_000.0, "facts": facts} if step == 1 else {})})
     file.append({"step": num_steps, "evaluation": {"eval/reward": 0.75, "eval/set/mean@1": 0.75}})
     if with_history:
         history().save(folder / "history.rhyme", tokenizer="any")
@@ -80,6 +88,7 @@ def step_record(
         "metrics": metrics(step),
         "workers_apart": False,
         "warnings": [],
+        "holding": [],
         "spans": spans,
         "answers": {
             "prompt_id": [f"p{number // group}" for number in range(count)],
@@ -111,6 +120,12 @@ def step_record(
 def metrics(step: int) -> dict[str, float]:
     return {
         "reward": 0.1 * step,
+        "entropy": 1.0 / step,
+        "kl": 0.001 * step,
+        "grad_norm": 0.5,
+        "clip_ratio/region_mean": 0.01,
+        "learning_rate": 3e-4,
+        "frac_reward_zero_std": 0.25,
         "completions/min_length": 10.0,
         "completions/mean_length": 20.0 + step,
         "completions/max_length": 40.0,

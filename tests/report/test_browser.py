@@ -121,6 +121,9 @@ def test_answers_are_found_and_sorted(browser, report: Path):
     opened = Opened(browser, report)
     answers = read_run(report.parent / "mine").answers
     assert answers is not None
+    shown = [(float(cells[3]), float(cells[4] or "inf")) for cells in opened.rows()]
+    assert shown == sorted(shown), "the worst come first, and of equal ones those that fell most"
+    assert len(set(shown)) > 2
     rewards = [float(cells[3]) for cells in opened.sort_by("reward")]
     assert rewards == sorted(rewards, reverse=True)
     rewards = [float(cells[3]) for cells in opened.sort_by("reward")]

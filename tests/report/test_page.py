@@ -353,13 +353,19 @@ def test_wrong_words_cost_one_line(words, message, capsys: pytest.CaptureFixture
 
 
 def test_warnings_are_on_the_page(run: Path, tmp_path: Path):
-    assert "Warnings" not in page_of(run, out=tmp_path / "a.html")
-    record = {**step_record(7, prompts=4, group=2, words="4+4=8"), "warnings": [f"25% of the answers are {EVIL}"]}
-    StepFile(run / STEPS, num_bytes=(run / STEPS).stat().st_size).append(record)
+    assert "Warning" not in page_of(run, out=tmp_path / "a.html")
+    file = StepFile(run / STEPS, num_bytes=(run / STEPS).stat().st_size)
+    words = f"25% of the answers are {EVIL}"
+    record = {**step_record(7, prompts=4, group=2, words="4+4=8"), "warnings": [words, "kl is 3"]}
+    file.append({**record, "holding": [words, "kl is 3"]})
     page = page_of(run, out=tmp_path / "a.html")
     assert Parsed(page).open == []
-    assert "Warnings of the run: 1" in Parsed(page).text
-    assert f"Step 7: 25% of the answers are {EVIL}." in Parsed(page).text
+    assert f"Warning, to the last step: {words}." in Parsed(page).text
+    assert "no longer hold" not in page
+    file.append({**step_record(8, prompts=4, group=2, words="4+4=8"), "holding": ["kl is 3"]})
+    text = Parsed(page_of(run, out=tmp_path / "a.html")).text
+    assert "Warning, to the last step: kl is 3." in text
+    assert text.index("Warnings that no longer hold: 1") < text.index(f"Step 7: {words}.")
 
 
 @pytest.mark.parametrize(

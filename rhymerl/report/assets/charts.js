@@ -51,7 +51,8 @@
     caption.querySelector(".keys")?.remove();
     if (series.length < 2) return;
     const keys = rhymerl.element("p", "keys");
-    for (const each of series) {
+    const hasOneRun = series.filter((each) => each.kind === "dots").length < 2; // of several, the lines say which is which
+    for (const each of series.filter((each) => hasOneRun || each.kind !== "dots")) {
       const key = rhymerl.element("span");
       const mark = rhymerl.element("i", each.kind);
       mark.style.background = `var(--${each.colour})`;
@@ -65,6 +66,7 @@
     const layout = layoutOf(chart.x_title, chart.y_title);
     const traces = chart.series.flatMap(tracesOf);
     drawKeys(plot, chart.series);
+    if (chart.series.every((each) => each.y.every((value) => Math.abs(value) < 0.001))) layout.yaxis.exponentformat = "e"; // 3e-4, not 300µ
     if (chart.from_zero) layout.yaxis.rangemode = "tozero";
     if (chart.reference !== null) {
       layout.shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: chart.reference, y1: chart.reference, line: { color: rhymerl.colour("muted"), width: 1, dash: "dot" } }];
@@ -108,11 +110,22 @@
     return Plotly.react(plot, traces, layout, { ...config, doubleClick: "autosize" });
   };
 
+  const WINDOW = 5; // steps, as in charts/base.py
+  const mean = (values) => {
+    const known = values.filter((each) => each !== null);
+    return known.length ? known.reduce((sum, each) => sum + each, 0) / known.length : null;
+  };
+  const smoothed = (values) => values.map((_, index) => mean(values.slice(Math.max(0, index - 2), index + 3)));
+
   const drawMetric = (plot, data, name) => {
     const runs = data.metrics.map((run, index) => ({ run, index })).filter(({ run }) => name in run.curves);
     return drawChart(plot, {
       x_title: runs[0].run.step, y_title: "", reference: null, from_zero: false,
-      series: runs.map(({ run, index }) => ({ name: run.run, kind: "line", colour: `series-${index % 6}`, x: run.curves[name][0], y: run.curves[name][1] })),
+      series: runs.flatMap(({ run, index }) => {
+        const [x, y] = run.curves[name];
+        const series = (kind, y) => ({ name: kind === "dots" ? `${run.run}, each step` : run.run, kind, colour: `series-${index % 6}`, x, y });
+        return y.length > WINDOW ? [series("dots", y), series("line", smoothed(y))] : [series("line", y)];
+      }),
     });
   };
 

@@ -34,7 +34,7 @@
         if (!this.titles.has(prompt)) this.titles.set(prompt, samples.texts[index].prompt.replace(/\s+/g, " ").trim());
       }
       this.haystack = samples.texts.map((each) => `${each.prompt}\n${each.text}`.toLowerCase());
-      this.sorted = { column: "step", descending: true };
+      this.sorted = { column: "reward", descending: false };
       this.chosen = null;
     }
 
@@ -59,12 +59,11 @@
     sort() {
       const values = this.columns[this.sorted.column];
       const sign = this.sorted.descending ? -1 : 1;
-      // What has no value comes last either way; equal ones keep the order of the run.
-      this.rows.sort((a, b) => {
-        const [one, other] = [values[a], values[b]];
-        if (one === null || other === null) return (one === null) - (other === null) || a - b;
-        return sign * (one - other) || a - b;
-      });
+      const { change, step } = this.columns;
+      // What has no value comes last either way; of equal rewards those that fell most come first, then the newest.
+      const compare = (one, other, sign) => (one === null || other === null ? (one === null) - (other === null) : sign * (one - other));
+      const byChange = this.sorted.column === "reward" ? (a, b) => compare(change[a], change[b], 1) || step[b] - step[a] : () => 0;
+      this.rows.sort((a, b) => compare(values[a], values[b], sign) || byChange(a, b) || a - b);
     }
 
     answersOf(prompt) {

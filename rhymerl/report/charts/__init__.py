@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rhymerl.report.base import Run
 from rhymerl.report.charts.base import Chart, Section, Series
 from rhymerl.report.charts.drafts import draft_charts
+from rhymerl.report.charts.health import health_charts
 from rhymerl.report.charts.history import history_charts
 from rhymerl.report.charts.learning import learning_charts
 from rhymerl.report.charts.times import time_charts
@@ -16,6 +17,7 @@ def sections_of(runs: Sequence[Run]) -> list[Section]:
     """Return the sections that have anything to show, without charts that have nothing."""
     charts = {
         "Learning": learning_charts(runs),
+        "Health": health_charts(runs),
         "Drafts": draft_charts(runs),
         "Time": time_charts(runs),
         "History": history_charts(runs),

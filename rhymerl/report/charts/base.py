@@ -76,10 +76,13 @@ def line_chart(
     caption: str,
     y_title: str,
     reference: float | None = None,
-    is_smoothed: bool = False,
+    is_smoothed: bool = True,
     from_zero: bool = True,
 ) -> Chart:
-    """Return a chart of one metric with a line a run, of the runs that have it and in which it is not 0 throughout."""
+    """Return a chart of one metric with a line a run, of the runs that have it and in which it is not 0 throughout.
+
+    Where it `is_smoothed`, the line is the mean of five steps, and steps are dots.
+    """
     chosen = [run for run in runs if run.has(metric)]
     series: list[Series] = []
     for run in chosen:

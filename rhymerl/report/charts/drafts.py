@@ -43,7 +43,6 @@ def draft_charts(runs: Sequence[Run]) -> list[Chart]:
             caption="The time that the same answers would have taken without drafts, over the time they took; below 1 drafts cost time.",
             y_title="times as fast",
             reference=1,
-            is_smoothed=True,
             from_zero=False,
         ),
         _acceptance_by_epoch(runs),

@@ -21,6 +21,7 @@ def history_charts(runs: Sequence[Run]) -> list[Chart]:
             title="Tokens in the history",
             caption="Tokens of the earlier answers that drafts may come from.",
             y_title="tokens",
+            is_smoothed=False,
         ),
         line_chart(
             runs,
@@ -28,6 +29,7 @@ def history_charts(runs: Sequence[Run]) -> list[Chart]:
             title="Bytes of the history",
             caption="Bytes of the token ids of these answers and their prompts.",
             y_title="bytes",
+            is_smoothed=False,
         ),
         line_chart(
             [_where_history_was_right(run) for run in runs],

@@ -125,7 +125,7 @@ def _lengths(runs: Sequence[Run]) -> Chart:
         if len(runs) == 1:
             band = series_of("shortest to longest", high, colour, "band")
             series.append(replace(band, low=thinned(low).values))
-        series.append(series_of(named(run, "mean", runs), mean, colour))
+        series += step_series(run, runs, mean, colour)
     extent = ", from the shortest to the longest" if len(runs) == 1 else ""
     return Chart(
         id="lengths",
