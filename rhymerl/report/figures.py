@@ -27,6 +27,17 @@ class Figure:
 
 def key_figures(runs: Sequence[Run]) -> list[Figure]:
     """Return what a reader wants to know first, as far as any run has it."""
+    rows: list[tuple[str, str, str, Callable[[Mapping[str, Any]], str | None]]] = [
+        ("eval_reward_after", "Held-out reward", "before and after training", _pair("eval_reward_before", "eval_reward_after")),
+        ("reward_last", "Training reward", "first and last steps", _pair("reward_first", "reward_last")),
+        ("steps", "Steps", "", _number("steps")),
+        ("wall_s", "Training time", "without evaluations", _time),
+        ("num_tokens", "Tokens", "of all answers", _number("num_tokens")),
+        ("rollout_tokens_per_s", "Rollout speed", "tokens a second", _number("rollout_tokens_per_s")),
+        ("spec_accept_length", "Tokens a pass", "1 without drafts", _number("spec_accept_length")),
+        ("rollout_speedup", "Speed-up by drafts", "of rollouts; 1 is as fast as without", _speedup),
+        ("reward_failure_rate", "Failed reward calls", "share", _failures),
+    ]  # fmt: skip
     found = [
         Figure(
             name=name,
@@ -34,36 +45,16 @@ def key_figures(runs: Sequence[Run]) -> list[Figure]:
             values=[tell(run.summary) or "" for run in runs],
             differences=[_difference(runs[0].summary.get(key), run.summary.get(key)) for run in runs],
         )
-        for key, (name, note, tell) in _key_rows().items()
+        for key, name, note, tell in rows
     ]
     return [figure for figure in found if any(figure.values)]
-
-
-def _key_rows() -> dict[str, tuple[str, str, Callable[[Mapping[str, Any]], str | None]]]:
-    """Return name, note and words of each figure, by the entry of a summary in which runs are compared."""
-    return {
-        "eval_reward_after": (
-            "Held-out reward",
-            "before and after training",
-            _pair("eval_reward_before", "eval_reward_after"),
-        ),
-        "reward_last": ("Training reward", "first and last steps", _pair("reward_first", "reward_last")),
-        "steps": ("Steps", "", _number("steps")),
-        "wall_s": ("Training time", "without evaluations", _time),
-        "num_tokens": ("Tokens", "of all answers", _number("num_tokens")),
-        "rollout_tokens_per_s": ("Rollout speed", "tokens a second", _number("rollout_tokens_per_s")),
-        "spec_accept_length": ("Tokens a pass", "1 without drafts", _number("spec_accept_length")),
-        "rollout_speedup": ("Speed-up by drafts", "of rollouts; 1 is as fast as without", _speedup),
-        "reward_failure_rate": ("Failed reward calls", "share", _failures),
-    }
 
 
 def _difference(first: Any, value: Any) -> str:
     """Return how a figure differs from the first run's, in the figure's own unit."""
     if not isinstance(first, int | float) or not isinstance(value, int | float) or first == value:
         return ""
-    sign = "+" if value > first else "-"
-    return f"{sign}{readable(abs(value - first))}"
+    return f"{'+' if value > first else '-'}{readable(abs(value - first))}"
 
 
 def header_of(run: Run) -> dict[str, str]:

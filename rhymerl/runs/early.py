@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rhymerl.config.targets import look_in_current_directory
@@ -48,19 +47,15 @@ def _check_packages(config: dict[str, Any]) -> None:
 
 def _check_data(config: dict[str, Any]) -> None:
     column, spec = find(config, "data.prompt_column"), find(config, "rewards")
-    column = PROMPT_COLUMN if column is ABSENT else column
-    sources = list(_sources(config))
-    for setting, source in sources:
-        if is_data_set(source):
-            require_package("datasets", f"{setting}={source!r}: reading it")
-        elif not Path(source).expanduser().is_file():
-            read_rows(source, setting, only_first=1)  # which says what is wrong
     look_in_current_directory()
     is_told = spec is not ABSENT and "${" not in repr(spec) and find(config, "data.filter_overlong_prompts") is not True
     rewards = build_rewards(spec) if is_told else []
-    for setting, source in sources:
-        if not is_data_set(source):
-            _check_rows(read_rows(source, setting, only_first=_num_rows(config, setting)), column, rewards)
+    for setting, source in _sources(config):
+        if is_data_set(source):
+            require_package("datasets", f"{setting}={source!r}: reading it")
+        else:
+            rows = read_rows(source, setting, only_first=_num_rows(config, setting))
+            _check_rows(rows, PROMPT_COLUMN if column is ABSENT else column, rewards)
 
 
 def _num_rows(config: dict[str, Any], setting: str) -> int:
@@ -72,10 +67,10 @@ def _num_rows(config: dict[str, Any], setting: str) -> int:
 def _check_rows(rows: list[LocatedRow], column: str, rewards: list[Reward]) -> None:
     for located in rows:
         prompt_in(located, column)
-    names = {name: None for located in rows for name in located.row if name not in (column, "id")}
+    names = {name for located in rows for name in located.row} - {column, "id"}
     gaps = {name: each.location for name in names for each in reversed(rows) if name not in each.row}
     for reward in rewards:
-        check_columns(reward, sorted(names.keys() - gaps.keys()), gaps=gaps)
+        check_columns(reward, sorted(names - gaps.keys()), gaps=gaps)
 
 
 def _sources(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
