@@ -50,6 +50,9 @@ def test_the_record_is_that_of_the_run(whole: Path) -> None:
     assert [(each["step"], each["epoch"]) for each in steps] == [(step, (step - 1) // 3) for step in range(1, 7)]
     summary = json.loads((whole / "summary.json").read_text())
     answers = read_run(whole).answers
+    assert ["facts" in each for each in steps] == [True, *[False] * 5], "where the run was started"
+    assert set(steps[0]["facts"]) >= {"model", "device", "prompts", "data", "command"}
+    assert steps[0]["began_at"] < steps[0]["ended_at"]
     assert answers is not None
     assert len(answers) == 2 * NUM_PROMPTS * GROUP == len(answers.texts)
     assert answers.tokens.sum() == summary["num_tokens"]
