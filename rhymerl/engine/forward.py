@@ -23,12 +23,13 @@ from rhymerl.engine.graphs import Graphs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layer_steps import ComparedSteps, CompiledSteps, TorchSteps, TritonSteps
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out_pass
-from rhymerl.engine.recurrent import plug_in
+from rhymerl.engine.recurrent import BY_ROWS
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.tiles import TileLayout, tile
 from rhymerl.models.attention import narrowed
 from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logits import num_tokens
+from rhymerl.models.recurrent import plug_in
 from rhymerl.types import Autocast
 
 # Largest difference of log-probs between the direct forward and transformers' own, as a share of the largest one.
@@ -69,7 +70,7 @@ class Forward:
         autocast: Autocast,
         stays_ready: bool = False,
     ) -> None:
-        plug_in(model)
+        plug_in(model, "rhymerl_states", BY_ROWS)
         self._stays_ready = stays_ready
         self._entered: ExitStack | None = None  # the state for passes, while the model is in it
         self.model = model

@@ -8,16 +8,14 @@ net is a matrix for each head, and its inputs are a row and a column of that.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 from rhymerl.engine.layout import PassLayout
@@ -260,27 +258,8 @@ def _mamba2_scan(
     return out[None], out[:0]
 
 
-_OURS: dict[str, Callable[..., Any]] = {
+BY_ROWS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
 }
-
-
-def plug_in(model: nn.Module) -> None:
-    """Let the functions that a model's layers call take packed passes; all other calls go where they went."""
-    for name in {type(each).__module__ for each in model.modules()}:
-        source = sys.modules[name]
-        for function in _OURS.keys() & vars(source).keys():
-            theirs = getattr(source, function)
-            if not hasattr(theirs, "rhymerl_plain"):
-                setattr(source, function, _either(_OURS[function], theirs))
-
-
-def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(theirs)
-    def call(*args: Any, **settings: Any) -> Any:
-        return (ours if "rhymerl_states" in settings else theirs)(*args, **settings)
-
-    call.rhymerl_plain = theirs  # type: ignore[attr-defined]
-    return call

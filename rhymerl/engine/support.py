@@ -22,8 +22,6 @@ from rhymerl.types import RolloutRequest
 # log-probs after two paths are apart: a model at its first weights says little, a sharp one a lot.
 # Some layers compute in float32 in any case.
 _SHARE = {torch.float64: 1e-5, torch.float32: 1e-3}
-# Types of layers of hybrids: some keep a state by row (engine/recurrent.py), some look at nothing before a token.
-_OF_HYBRIDS = {"conv", "linear_attention", "hybrid", "mlp", "moe"}
 _NEEDED = "a decoder of attention, short convolutions, gated delta nets and Mamba 2 is needed (Qwen2, Qwen3, Llama, Gemma, Mistral, ...)"
 
 
@@ -34,7 +32,7 @@ def refuse_unsupported(model: PreTrainedModel, longest_tokens: int | None = None
     """
     longest = context_tokens(model.config) if longest_tokens is None else longest_tokens
     refuse_changing_rope(model, longest)
-    if reason := other_attention(model, besides=_OF_HYBRIDS):
+    if reason := other_attention(model):
         raise ConfigError(f"{_cannot_run(model)}, because {reason}; {_NEEDED}")
 
 

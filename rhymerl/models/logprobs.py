@@ -21,8 +21,9 @@ from rhymerl.algos.base import PolicyOutput
 from rhymerl.models.decoder import decoder_of
 from rhymerl.models.head import KeptTokens, ReferenceHead, chosen_logprobs, head_logprobs
 from rhymerl.models.logits import transform_of
+from rhymerl.models.recurrent import at
 from rhymerl.models.sharding import call, forget_passes
-from rhymerl.models.shared_prefixes import SharedLayout, at, packed_states, place_runs
+from rhymerl.models.shared_prefixes import SharedLayout, packed_states, place_runs
 from rhymerl.types import IntArray, Sample, Segment
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,8 @@ _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3
 # bits are computed in float32, unless they are sharded.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
+# Those of hybrids: some go from token to token (models/recurrent.py), some look at nothing before a token.
+_OF_HYBRIDS = {"conv", "linear_attention", "hybrid", "mlp", "moe"}
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 
 
@@ -71,19 +73,19 @@ def _prove_update(model: PreTrainedModel, dtype: torch.dtype) -> None:
         forget_passes(model)
 
 
-def other_attention(model: PreTrainedModel, *, besides: Set[str] = frozenset()) -> str | None:
+def other_attention(model: PreTrainedModel) -> str | None:
     """Return why our own attention (models/attention.py) would silently differ from this model's, or None.
 
-    Layers of the types `besides` are computed otherwise. Hybrids do not always say which attention interface they use.
+    Hybrids do not always say which attention interface they use.
     """
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ())
-    kinds = layers - _KNOWN - besides
+    kinds = layers - _KNOWN - _OF_HYBRIDS
     reasons = {
         f"it has {', '.join(sorted(kinds))} layers": bool(kinds),
         "it is an encoder-decoder": bool(config.is_encoder_decoder),
         "it does not use transformers' attention interface": not (
-            model._supports_attention_backend or layers & besides
+            model._supports_attention_backend or layers & _OF_HYBRIDS
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.padding import best_starts
+from rhymerl.models.recurrent import BEHIND_PROMPTS, TokenPaths, at, plug_in
 from rhymerl.types import IndexArray, IntArray
 
 NAME = "rhymerl_shared"
@@ -90,6 +91,7 @@ class SharedLayout:
     num_prompts: int
     buckets: Sequence[RunBucket]
     sizes: Sequence[int]  # tokens of all prompts and of each bucket
+    paths: TokenPaths
     _prompts: RunBucket | None = field(default=None)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
@@ -129,11 +131,6 @@ def _in_rows(tokens: Tensor, count: int) -> Tensor:
 def _at(tokens: Tensor, read: Tensor) -> Tensor:
     """[L, heads, dim] at [rows, S] -> [rows, heads, S, dim]."""
     return at(tokens.flatten(1), read).view(*read.shape, *tokens.shape[1:]).transpose(1, 2)
-
-
-def at(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return rows, [L, dim], at indices of any shape; repeated ones sum their gradients in a fixed order."""
-    return F.embedding(indices, rows)
 
 
 def _for_heads(keys: Tensor, query: Tensor, layer: LayerAttention) -> Tensor:
@@ -216,15 +213,24 @@ def place_runs(prompts: Sequence[IntArray], answers: Sequence[IntArray], device:
         sizes.append(len(chosen) * width)
     lines = _lines(runs, starts, distinct, widest)
     flat_ids, flat_positions = (torch.from_numpy(np.concatenate(each))[None].to(device) for each in (ids, positions))
+    lines_before = [[lines[i][: before[i]] for i in each] for each in together]
+    widths = [widest, *(len(runs[each[0]].tokens) for each in together)]
+    firsts = [widest * np.arange(len(distinct)), *(starts[each] for each in together)]
     layout = SharedLayout(
         input_ids=flat_ids,
         position_ids=flat_positions,
         num_prompts=len(distinct),
         buckets=[
-            _bucket([lines[i][: before[i]] for i in each], starts[each], len(runs[each[0]].tokens), device)
-            for each in together
+            _bucket(each, first, width, device)
+            for each, first, width in zip(lines_before, firsts[1:], widths[1:], strict=True)
         ],
         sizes=sizes,
+        paths=TokenPaths(
+            lengths=np.array([len(each) for each in distinct]),
+            before=lines_before,
+            own=[first[:, None] + np.arange(width) for first, width in zip(firsts, widths, strict=True)],
+            device=device,
+        ),
     )
     paths = {run.row: line[len(distinct[run.prompt]) - 1 :] for run, line in zip(runs, lines, strict=True)}
     return Placed(layout=layout, paths=[paths[row] for row in range(len(answers))])
@@ -325,7 +331,10 @@ AttentionInterface.register(NAME, shared_attention)
 @contextmanager
 def sharing(models: Iterable[PreTrainedModel]) -> Iterator[None]:
     """Context in which models take `SharedLayout`s; a backward that computes activations again has to be within."""
-    configs = [model.config for model in models]
+    configs = []
+    for model in models:
+        plug_in(model, "rhymerl_paths", BEHIND_PROMPTS)
+        configs.append(model.config)
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = NAME
@@ -339,6 +348,10 @@ def sharing(models: Iterable[PreTrainedModel]) -> Iterator[None]:
 def packed_states(body: PreTrainedModel, layout: SharedLayout) -> Tensor:
     """Run a model without its head, within `sharing`: the hidden states of all tokens, [1, L, H]."""
     assert body.config._attn_implementation == NAME, "another attention would read across answers"
-    more: dict[str, Any] = {"position_ids": layout.position_ids, "rhymerl_shared": layout}
+    more: dict[str, Any] = {
+        "position_ids": layout.position_ids,
+        "rhymerl_shared": layout,
+        "rhymerl_paths": layout.paths,
+    }
     states: Tensor = body(input_ids=layout.input_ids, use_cache=False, **more).last_hidden_state
     return states
