@@ -15,7 +15,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.engine.engine import Engine
+from rhymerl.engine.engine import Engine, num_rows
 from rhymerl.engine.support import prove_engine, refuse_impossible, refuse_unsupported
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges
@@ -81,7 +81,8 @@ class EmbeddedBackend(RolloutBackend):
         own = model.parameters * model.itemsize if self._owns_model else 0
         return EngineShape(
             weights=own + _bytes_of_casts(model),
-            kv_of_token=2 * model.layers * model.kv_heads * model.head_size * model.compute_itemsize,
+            kv_of_token=2 * model.layers_with_keys * model.kv_heads * model.head_size * model.compute_itemsize,
+            row_states=(num_rows(self.max_running) + 1) * model.state_bytes,
             dynamic=0,
             longest_tokens=self.kv_tokens or model.longest_tokens,  # and what is left
         )

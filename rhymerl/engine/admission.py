@@ -28,7 +28,7 @@ class KeptRows:
     @property
     def num_slots(self) -> int:
         """The slots that could be had from them."""
-        return sum(int(self._rows.cached[row] - self._rows.shared[row]) for row in self._row_of.values())
+        return sum(len(self._rows.owned(row)) for row in self._row_of.values())
 
     def keep(self, row: int) -> None:
         """The request in this row has left it, and may go on."""

@@ -217,6 +217,8 @@ def packed_attention(
         if kwargs.get(name) is not None:
             raise TypeError(f"this model's attention uses {name}, which a token tree would silently break")
     layer, plan = LayerAttention.of(sliding_window, softcap, s_aux, module), rhymerl_plan
+    if plan.store is not None:
+        plan.store.note(layer.window)
     if key.ndim == 4:  # of the pass's tokens alone, not of the whole store
         assert plan.store is not None, "a pass by transformers has one"
         key, value = plan.store.keep(key, value)

@@ -32,6 +32,11 @@ from rhymerl.types import Autocast, Completion, FinishReason, RolloutRequest
 _HAND_OVER = 8  # passes
 
 
+def num_rows(max_running: int) -> int:
+    """Return the rows of an engine: requests, and as many prefixes of prompts."""
+    return 2 * max_running + 16
+
+
 class Engine:
     """Answers requests with continuous batching: a slot frees the moment its request ends, and the next enters.
 
@@ -67,10 +72,10 @@ class Engine:
         config = model.config.get_text_config()
         positions = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
         # Running rows and as many prefixes can never hold more than this.
-        num_slots, num_rows = min(kv_tokens, 2 * max_running * positions), 2 * max_running + 16
-        self.kv = KVStore(config.num_hidden_layers, num_slots, num_rows)
+        num_slots = min(kv_tokens, 2 * max_running * positions)
+        self.kv = KVStore(config.num_hidden_layers, num_slots, num_rows(max_running))
         self.forward = Forward(model, self.kv, autocast=autocast, stays_ready=owns_model)
-        self.rows = Rows(num_rows, min(positions, self.kv.num_slots), self.kv.pool)
+        self.rows = Rows(num_rows(max_running), min(positions, self.kv.num_slots), self.kv.pool)
         self.protocol = DraftingProtocol(
             drafter if drafter is not None else NoDrafter(),
             budget if budget is not None else FixedBudget(),
@@ -243,6 +248,8 @@ class Engine:
         rows.cached[layout.row] += layout.chain
         if len(layout.node_index):
             self._keep_accepted(layout, verified)
+        if (reach := self.kv.reach) is not None:
+            rows.free_unseen(layout.row, reach)
         return verified
 
     def _keep_accepted(self, layout: PassLayout, verified: Verification) -> None:

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rhymerl.engine import inputs
 from rhymerl.engine.recurrent import RowStates
 from rhymerl.engine.rows import SlotPool
+from rhymerl.models.attention import ChunkedWindow
 
 
 class LayerStore(CacheLayerMixin):
@@ -100,6 +101,7 @@ class KVStore(Cache):
         self.write_slots: Tensor = torch.empty(0, dtype=torch.int64)
         self.stores = [LayerStore(self) for _ in range(num_layers)]
         self.latest: LayerStore | None = None  # layer whose attention comes next
+        self._windows = set[int | None]()  # of all layers with attention, since the first pass
         super().__init__(layers=list(self.stores))
 
     def keep(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +117,10 @@ class KVStore(Cache):
         if layer is None:
             raise TypeError("this model's attention computes keys and values that are in no cache")
         return layer.keep(keys, values)
+
+    def note(self, window: int | ChunkedWindow | None) -> None:
+        """A layer's attention has this window."""
+        self._windows.add(window.size if isinstance(window, ChunkedWindow) else window)
 
     def free(self) -> None:
         """Free keys and values at once: stores and layers form reference cycles, which Python frees late."""
@@ -148,6 +154,12 @@ class KVStore(Cache):
             for name in ("is_initialized", "is_readable_in_place", "is_cached"):
                 setattr(mine, name, getattr(other, name))
         return store
+
+    @property
+    def reach(self) -> int | None:
+        """Return how many positions, up to its own, a token sees at most; None: all of them, in some layer."""
+        windows = [each for each in self._windows if each is not None]
+        return max(windows) if windows and len(windows) == len(self._windows) else None
 
     @property
     def is_allocated(self) -> bool:

@@ -46,7 +46,7 @@ class PrefixTable:
 
     def idle_slots(self) -> int:
         """Return the number of slots in prefixes that nobody reads."""
-        return sum(int(self._rows.cached[each.row]) for each in self._prefixes.values() if each.num_readers == 0)
+        return sum(len(self._rows.owned(each.row)) for each in self._prefixes.values() if each.num_readers == 0)
 
     def evict_idle(self) -> bool:
         """Free the least recently used prefix that nobody reads; returns whether there was one."""

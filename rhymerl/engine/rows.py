@@ -2,8 +2,9 @@
 
 A row is either a running request or a prefix: a prompt's tokens but the last, computed once and read by all samples of
 its group. R = rows, C = the longest sequence. A row has `length` tokens: the first `cached` of them have keys and
-values, and the first `shared` of those belong to its prefix. A running row always has at least one token that is not
-cached: its last one, the root from which the next token is sampled.
+values, and the first `shared` of those belong to its prefix. Where all layers have windows, no token to come sees the
+first `unseen`: what the row owned of them is free. A running row always has at least one token that is not cached: its
+last one, the root from which the next token is sampled.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rhymerl.types import (
 )
 
 NOBODY = -1
+_FREED_TOGETHER = 16  # tokens: finding what is unseen costs more than their memory
 
 
 class SlotPool:
@@ -87,6 +89,7 @@ class Rows:
     length: IndexArray = field(init=False)  # [R]
     cached: IndexArray = field(init=False)  # [R]
     shared: IndexArray = field(init=False)  # [R]
+    unseen: IndexArray = field(init=False)  # [R]
     prompt_length: IndexArray = field(init=False)  # [R]
     limit: IndexArray = field(init=False)  # [R] prompt + max_tokens
     counter: npt.NDArray[np.uint64] = field(init=False)  # [R] of the request's noise (engine/noise.py)
@@ -117,7 +120,8 @@ class Rows:
         self.logprobs = np.zeros(shape, np.float64)
         self.versions = np.zeros(shape, np.int32)
         self.sources = np.zeros(shape, np.int8)
-        for name in ("length", "cached", "shared", "prompt_length", "limit", "top_k", "passes", "drafted", "accepted"):
+        counts = ("length", "cached", "shared", "unseen", "prompt_length", "limit", "top_k")
+        for name in (*counts, "passes", "drafted", "accepted"):
             setattr(self, name, np.zeros(self.num_rows, np.int64))
         for name in ("temperature", "draw_scale", "logprob_scale", "top_p", "min_p"):
             setattr(self, name, np.zeros(self.num_rows, np.float64))
@@ -190,15 +194,28 @@ class Rows:
 
     def leave(self, row: int) -> None:
         """Free the row and the slots that it owns."""
-        self.pool.give(self.slots[row, self.shared[row] : self.cached[row]])
+        self.pool.give(self.owned(row))
         prefix = self.prefix[row]
         if prefix is not None:
             prefix.num_readers -= 1
         self.request[row] = self.prefix[row] = None
         self.is_request[row] = False
         self.prefix_row[row] = NOBODY
-        self.length[row] = self.cached[row] = self.shared[row] = 0
+        self.length[row] = self.cached[row] = self.shared[row] = self.unseen[row] = 0
         self._free.append(row)
+
+    def owned(self, row: int) -> IndexArray:
+        """Return the slots that the row owns."""
+        return self.slots[row, max(self.shared[row], self.unseen[row]) : self.cached[row]]
+
+    def free_unseen(self, row: IndexArray, reach: int) -> None:
+        """Free what no token to come sees, some slots at a time; each sees `reach` positions up to its own."""
+        end = self.cached[row] + 1 - reach
+        is_due = end >= self.unseen[row] + _FREED_TOGETHER
+        for each, last in zip(row[is_due].tolist(), end[is_due].tolist(), strict=True):
+            begin = max(self.shared[each], self.unseen[each])
+            self.pool.give(self.slots[each, begin : max(begin, last)])
+            self.unseen[each] = last
 
     def contexts_of(self, row: IndexArray) -> list[IntArray]:
         """Return the prompt and response so far of each row, [length], read-only views."""
@@ -252,4 +269,4 @@ class Rows:
         """Raise AssertionError unless the `live` rows and the pool account for every slot once."""
         for row in live:
             assert 0 <= self.shared[row] <= self.cached[row] <= self.length[row] <= self.limit[row], f"row {row}"
-        self.pool.check_integrity(self.slots[row, self.shared[row] : self.cached[row]] for row in live)
+        self.pool.check_integrity(self.owned(row) for row in live)

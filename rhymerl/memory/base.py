@@ -36,6 +36,7 @@ class EngineShape:
 
     weights: int = 0  # 0 for one that computes with the trainer's own
     kv_of_token: int = 0
+    row_states: int = 0  # of layers without keys, for all requests and prompts
     dynamic: int = 0  # graphs and activations
     longest_tokens: int = 0  # whose keys and values there is room for at least
     context: int = 0  # CUDA's, of an engine in a process of its own, before it loads anything
@@ -45,7 +46,7 @@ class EngineShape:
         """Return its bytes by purpose, with room for just the longest sequence."""
         return {
             "engine_weights": self.weights,
-            "keys_and_values": self.longest_tokens * self.kv_of_token,
+            "keys_and_values": self.longest_tokens * self.kv_of_token + self.row_states,
             "engine_rest": self.context + self.dynamic,
         }
 

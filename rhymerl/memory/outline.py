@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.models.critic import Critic
 from rhymerl.models.lora import adapter_parameters
+from rhymerl.models.recurrent import WITHOUT_KEYS, state_bytes
 from rhymerl.models.sharding import gathered_together
 
 _FULL = 4  # bytes that adapters and value heads keep at least, whatever the rest is cast to
@@ -114,6 +115,8 @@ class ModelShape:
 
     parameters: int  # without adapters
     layers: int
+    layers_with_keys: int
+    state_bytes: int  # that an engine keeps of a request in layers without keys
     hidden: int
     intermediate: int
     vocabulary: int
@@ -137,16 +140,20 @@ def model_shape(
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     own = set(map(id, adapter_parameters(model)))
+    size = itemsize or model.dtype.itemsize
+    without = sum(kind in WITHOUT_KEYS for kind in getattr(config, "layer_types", None) or ())
     return ModelShape(
         parameters=sum(each.numel() for each in model.parameters() if id(each) not in own),
         layers=config.num_hidden_layers,
+        layers_with_keys=config.num_hidden_layers - without,
+        state_bytes=state_bytes(model, compute_itemsize or size),
         hidden=config.hidden_size,
         intermediate=int(np.max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)),
         vocabulary=config.vocab_size,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        itemsize=itemsize or model.dtype.itemsize,
-        compute_itemsize=compute_itemsize or itemsize or model.dtype.itemsize,
+        itemsize=size,
+        compute_itemsize=compute_itemsize or size,
         longest_tokens=longest_tokens,
     )

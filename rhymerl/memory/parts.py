@@ -94,7 +94,7 @@ def kv_tokens_beside(setup: Setup | None, engine: EngineShape, free_bytes: int) 
     A part of it is left to the engine's passes and to fragments of the allocator.
     """
     beside = rank_memory(setup).update if setup is not None else _RESERVE_BYTES
-    return max(int((1 - _RESERVE_SHARE) * (free_bytes - beside)) // engine.kv_of_token, 0)
+    return max(int((1 - _RESERVE_SHARE) * (free_bytes - beside - engine.row_states)) // engine.kv_of_token, 0)
 
 
 # -- the backward ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from rhymerl.models.decoder import decoder_of
 from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import computing_in
+from rhymerl.models.recurrent import WITHOUT_KEYS
 from rhymerl.models.sharding import call, forget_passes, whole
 from rhymerl.models.shared_prefixes import packed_states, place_runs, sharing
 
@@ -28,8 +29,7 @@ _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3
 # bits are computed in float32, unless they are sharded.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
-# Those of hybrids: some go from token to token (models/recurrent.py), some look at nothing before a token.
-_OF_HYBRIDS = {"conv", "linear_attention", "hybrid", "mlp", "moe"}
+_OF_HYBRIDS = WITHOUT_KEYS | {"hybrid"}  # some go from token to token, some look at nothing before a token
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 
 

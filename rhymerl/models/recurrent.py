@@ -22,6 +22,22 @@ from torch import Tensor, nn
 
 from rhymerl.types import IndexArray
 
+WITHOUT_KEYS = frozenset({"conv", "linear_attention", "mlp", "moe"})  # kinds of layers of hybrids
+# What modules say of the numbers in the state of a gated delta net, and of Mamba 2.
+_SIZES = (("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "head_dim", "ssm_state_size"))
+
+
+def state_bytes(model: nn.Module, itemsize: int) -> int:
+    """Return what an engine keeps of a row's past in layers without keys; states are in float32 at least."""
+    found = 0
+    for each in model.modules():
+        if isinstance(each, nn.Conv1d) and each.groups == each.in_channels > 1:
+            found += each.in_channels * (each.kernel_size[0] - 1) * itemsize
+        for names in _SIZES:
+            if all(hasattr(each, name) for name in ("A_log", *names)):
+                found += math.prod(getattr(each, name) for name in names) * max(4, itemsize)
+    return found
+
 
 def at(rows: Tensor, indices: Tensor) -> Tensor:
     """Return rows, [L, dim], at indices of any shape; repeated ones sum their gradients in a fixed order."""

@@ -66,7 +66,7 @@ def lines_of(model: ExaminedModel) -> list[tuple[str, str]]:
     """Return what people read, as (name, words)."""
     trained = f", {model.num_trained:,} of them trained" if model.num_trained < model.num_parameters else ""
     layers = ", ".join(f"{number} {kind}" for kind, number in model.layers.items())
-    shared = "the update computes a prompt once for all of its answers"
+    shared = "the update computes a prompt once for all of its answers, if the proof at the start of a run agrees"
     if model.shares_no_prompts:
         shared = f"the update computes a prompt for each of its answers, because {model.shares_no_prompts}"
     return [

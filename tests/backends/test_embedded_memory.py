@@ -11,10 +11,12 @@ import torch
 
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.drafters import NoDrafter
+from rhymerl.engine.engine import Engine
 from rhymerl.errors import ConfigError
 from rhymerl.memory.base import GIB
 from rhymerl.memory.outline import model_shape
 from rhymerl.testing import make_requests, tiny_policy
+from tests.models.hybrid import HYBRIDS, hybrid_model
 
 
 @pytest.fixture
@@ -39,6 +41,21 @@ def test_a_gpu_has_as_many_as_it_has_room_for(gpu, cast, monkeypatch):
     copies = 2 * gpu.model.num_parameters() if cast else 0
     expected = int(0.9 * (GIB - copies)) // kv_bytes(gpu.model, 2)
     assert EmbeddedBackend(max_running=10**6)._kv_tokens(gpu) == expected
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, "qwen2"])
+def test_the_plan_knows_what_layers_without_keys_keep(family):
+    """As many bytes as an engine has allocated, and keys in as many layers."""
+    model = hybrid_model(family, dtype=torch.float32) if family in HYBRIDS else tiny_policy(family).model.float()
+    engine, backend = Engine(model, max_running=3), EmbeddedBackend(max_running=3)
+    found = backend.memory(model_shape(model, 64), NoDrafter(), None)
+    states = engine.kv.states
+    kept = [*(each._inputs for each in states._convs.values()), *(each._states for each in states._rules.values())]
+    assert found.row_states == sum(each.nbytes for each in kept)
+    assert (found.row_states > 0) == (family in HYBRIDS)
+    per_token = [each.keys[0].nbytes + each.values[0].nbytes for each in engine.kv.stores if each.is_initialized]
+    assert found.kv_of_token == sum(per_token)
+    assert found.parts["keys_and_values"] == 64 * sum(per_token) + found.row_states
 
 
 def test_but_not_more_than_running_requests_can_need(gpu):

@@ -16,6 +16,7 @@ from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import attention as attention_module
 from rhymerl.engine.attention import AttentionPlan, Bucket
 from rhymerl.engine.engine import Engine
+from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import PassLayout, lay_out_pass
 from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.engine.support import prove_engine, refuse_unsupported
@@ -258,3 +259,43 @@ def test_a_window_that_no_sequence_reaches_is_not_narrowed():
         with narrowed(model, longest):
             assert model.config.sliding_window == window
     assert model.config.sliding_window == 64
+
+
+# -- what no token sees any more ---------------------------------------------------------------------------------------
+
+_WINDOW = 8
+_LATE = 16  # tokens, of a row, that are freed together
+
+
+def long_requests() -> list[RolloutRequest]:
+    return make_requests(4, group_size=2, prompt_tokens=(30, 60), max_tokens=60, temperature=0.9)
+
+
+def play_in(kv_tokens: int, drafter, family: str = "mistral", *, window: int = _WINDOW, requests=None):
+    """Return completions by id, the most slots held after a pass, and the engine; slots are used again at once."""
+    name = "sliding_window" if family in WINDOWED else "attention_chunk_size"
+    engine = Engine(windowed_model(family, **{name: window}), drafter=drafter, kv_tokens=kv_tokens, max_running=4)
+    engine.submit(requests or long_requests())
+    found, most = {}, 0
+    with InDouble(), engine.forward.ready():
+        while engine.has_work:
+            found |= {each.request.id: each for each in engine.step()}
+            engine.check_integrity()
+            most = max(most, kv_tokens - engine.kv.pool.num_free)
+    return found, most, engine
+
+
+@pytest.mark.parametrize("drafter", [None, RandomTreeDrafter(seed=1)], ids=["none", "tree"])
+@pytest.mark.parametrize(
+    ("family", "window"), [("mistral", _WINDOW), ("mistral", 1), ("ministral", 30), ("gemma3_text", 8)]
+)
+def test_keys_that_nobody_sees_are_free_and_change_no_token(family, window, drafter, monkeypatch):
+    found, most, engine = play_in(700, drafter, family, window=window)
+    assert engine.kv.reach == (None if family == "gemma3_text" else window)  # which has full attention too
+    monkeypatch.setattr(KVStore, "reach", None)
+    expected, all_of_them, _ = play_in(700, drafter, family, window=window)
+    assert_same(found, expected)
+    rows = 4 + 4  # and prefixes of as many prompts
+    print(f"{family}, window {window}: {most} slots held at most, {all_of_them} if nothing is freed")
+    if engine.kv.reach is not None:
+        assert most <= rows * (window + _LATE) < all_of_them

@@ -29,6 +29,8 @@ def setup_of_sizes(
     model = ModelShape(
         parameters=parameters,
         layers=layers,
+        layers_with_keys=layers,
+        state_bytes=0,
         hidden=hidden,
         intermediate=intermediate,
         vocabulary=vocabulary,

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from rhymerl.cli import main
 from rhymerl.runs import doctor
+from tests.models.small import LATENT, small_model
 from tests.models.wrapped import save_wrapped
 
 
@@ -80,7 +81,15 @@ def test_what_a_model_would_do_is_said_before_its_weights_are_loaded(tmp_path: P
     assert 0 < model["num_trained"] < model["num_parameters"]
     assert model["layers"] == {"linear_attention": 1, "full_attention": 1}
     assert model["engine_refuses"] is None
-    assert "linear_attention" in model["shares_no_prompts"]
+    assert model["shares_no_prompts"] is None
+    assert "once for all of its answers" in captured.err
+
+
+def test_a_model_whose_prompts_are_not_shared(tmp_path: Path, capsys) -> None:
+    small_model("deepseek_v32", **LATENT).config.save_pretrained(tmp_path)
+    assert main(["doctor", f"model.path={tmp_path}", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "indexed_attention" in json.loads(captured.out)["model"]["shares_no_prompts"]
     assert "for each of its answers" in captured.err
 
 

@@ -70,7 +70,7 @@ def engine_shape(model: ModelShape, *, itemsize: int, gpus: int, rows: int, size
     """
     return EngineShape(
         weights=math.ceil(model.parameters / gpus) * itemsize,
-        kv_of_token=2 * model.layers * math.ceil(model.kv_heads / gpus) * model.head_size * itemsize,
+        kv_of_token=2 * model.layers_with_keys * math.ceil(model.kv_heads / gpus) * model.head_size * itemsize,
         dynamic=_FIXED_BYTES
         + _SIZE_BYTES * (sizes - 1)
         + _PREFILL_TOKENS * (4 * model.hidden + 3 * model.intermediate // gpus) * itemsize
