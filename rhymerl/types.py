@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
+from rhymerl.replayed import KeptSets, RouteArray, last_routes, routes_behind
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -100,36 +102,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSets:
-    """The ids that truncation has left at each token, [L] sets: 12 bytes a token, and 4 more for each id of its set."""
-
-    counts: IntArray  # [L]; 0 = the whole vocabulary
-    token_ids: IntArray  # [sum of counts], one set after another
-    log_masses: FloatArray  # [L] log of the probability that the whole policy gave to the set
-
-    @classmethod
-    def of(cls, sets: Sequence[IntArray], log_masses: npt.ArrayLike) -> KeptSets:
-        """Return the sets of some tokens; an empty one is the whole vocabulary."""
-        import numpy as np
-
-        counts, masses = np.array([len(each) for each in sets], np.int32), np.asarray(log_masses, np.float64)
-        return cls(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *sets]), log_masses=masses)
-
-    @property
-    def sets(self) -> list[IntArray]:
-        """Return the ids of each token."""
-        import numpy as np
-
-        return np.split(self.token_ids, np.cumsum(self.counts)[:-1]) if len(self) else []
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def __getitem__(self, part: slice) -> KeptSets:
-        return KeptSets.of(self.sets[part], self.log_masses[part])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
     """The end of an episode's turn, and the environment's reply: tokens `start` to `stop` of the answer."""
 
@@ -156,9 +128,21 @@ class Segment:
     prompt: IntArray
     token_ids: IntArray
     start: int  # of `token_ids`, in the answer
+    routes: RouteArray | None = None  # of both
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def keys(self) -> tuple[IntArray, IntArray]:
+        """Return what tells the tokens of prompt and answer apart in a pass: ids, or lines of an id and its route."""
+        if self.routes is None:
+            return self.prompt, self.token_ids
+        import numpy as np
+
+        ids = np.concatenate([self.prompt, self.token_ids])
+        lines = np.column_stack([ids, self.routes.reshape(len(ids), -1)])
+        return lines[: len(self.prompt)], lines[len(self.prompt) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +163,7 @@ class Output:
     sources: npt.NDArray[np.int8] | None = None  # [L] drafts.DraftSource of accepted tokens, else NOT_DRAFTED
     turns: tuple[TurnEnd, ...] = ()  # those that have ended
     kept: KeptSets | None = None  # [L] of `SamplingParams.replay`; None: log-probs are over all tokens
+    routes: RouteArray | None = None  # of the prompt's tokens and its own, up to the last; None: no experts are known
 
     @classmethod
     def of(
@@ -204,12 +189,13 @@ class Output:
         return len(self.token_ids)
 
     def __getitem__(self, part: slice | BoolArray) -> Output:
-        """Return some of its tokens, by a slice where it has `kept`; all else stays that of the whole output."""
+        """Return some of its tokens, by a slice where it has `kept` or routes; all else stays that of the whole."""
         columns: dict[str, Any] = {
             name: None if column is None else column[part] for name, column in self._columns().items()
         }
         kept = None if self.kept is None else self.kept[cast(slice, part)]
-        return replace(self, **columns, kept=kept)
+        routes = None if self.routes is None else self.routes_to(max(cast(slice, part).indices(len(self))[:2]))
+        return replace(self, **columns, kept=kept, routes=routes)
 
     def __add__(self, later: Output) -> Output:
         """Return its tokens followed by later ones. Counts are summed; the reason is the later output's."""
@@ -229,10 +215,18 @@ class Output:
         joined: dict[str, Any] = {
             name: None if any(part is None for part in pair) else np.concatenate(pair) for name, pair in pairs.items()
         }
+        joined["routes"] = routes_behind(earlier.routes, self.routes, len(self))
         if earlier.kept is None and self.kept is None:
             return replace(self, **joined)
         masses = np.concatenate([earlier.log_masses, self.log_masses])
         return replace(self, **joined, kept=KeptSets.of([*earlier.kept_sets, *self.kept_sets], masses))
+
+    def routes_to(self, stop: int, count: int | None = None) -> RouteArray | None:
+        """Return the routes of all tokens before `stop`, those of the prompt first, or of the last `count` of these."""
+        if self.routes is None:
+            return None
+        found = self.routes[: len(self.routes) - len(self) + stop]
+        return found if count is None else last_routes(found, count)
 
     def _columns(self) -> dict[str, Any]:
         """Return the arrays with one entry a token, by name."""
@@ -244,7 +238,12 @@ class Output:
         prompts = [prompt, *(self.token_ids[turn.start : turn.stop] for turn in begun)]
         starts, stops = [0, *(turn.stop for turn in begun)], [*(turn.start for turn in begun), len(self)]
         return [
-            Segment(prompt=each, token_ids=self.token_ids[start:stop], start=start)
+            Segment(
+                prompt=each,
+                token_ids=self.token_ids[start:stop],
+                start=start,
+                routes=self.routes_to(stop, len(each) + stop - start),
+            )
             for each, start, stop in zip(prompts, starts, stops, strict=True)
         ]
 
@@ -259,7 +258,7 @@ class Output:
         kept[[place for each in repeated for place in each]] = False
         at = np.concatenate([[0], np.cumsum(kept)]).tolist()
         turns = tuple(replace(turn, start=at[turn.start], stop=at[turn.stop], rerendered=None) for turn in self.turns)
-        return replace(replace(self, kept=None)[kept], turns=turns)
+        return replace(replace(self, kept=None, routes=None)[kept], turns=turns)
 
     @property
     def kept_sets(self) -> list[IntArray]:

@@ -337,7 +337,8 @@ class Names(Logger):
 def names_logged_with(algorithm: Algorithm, environment: Environment | None = None) -> set[str]:
     """Return the names logged in two epochs of answers that repeat, so that drafts pay, and evaluations."""
     logger = Names()
-    policy: Policy = tiny_policy(dtype="float32")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    policy: Policy = tiny_policy("qwen3_moe", dtype="float32", **experts)
     module = RhymeModule(
         policy,
         algorithm,

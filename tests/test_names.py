@@ -109,7 +109,7 @@ def test_no_two_classes_have_one_name() -> None:
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-@pytest.mark.parametrize(("folder", "most"), [("", 13), ("rollout", 8)])
+@pytest.mark.parametrize(("folder", "most"), [("", 14), ("rollout", 8)])
 def test_folders_stay_small(folder: str, most: int) -> None:
     modules = [path.stem for path in (PACKAGE / folder).glob("*.py")]
     assert len(modules) <= most, modules

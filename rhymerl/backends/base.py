@@ -33,6 +33,7 @@ class Backend(ABC):
     # Whether its log-probs are the update's own but for rounding: the same weights, the same precision.
     draws_exactly = False
     keeps_sets = False  # whether it tells what truncation has left at each token, `Output.kept`
+    says_routes = False  # whether it tells which experts have computed each token, `Output.routes`
     max_running: int | None = None  # requests that a worker decodes side by side, where that is known
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
 

@@ -45,6 +45,7 @@ class EmbeddedBackend(RolloutBackend):
 
     draws_exactly = True
     keeps_sets = True
+    says_routes = True
     counts_passes = True
 
     max_running: int = at_least(1, 64)

@@ -75,7 +75,7 @@ class Engine:
         num_slots = min(kv_tokens, 2 * max_running * positions)
         self.kv = KVStore(config.num_hidden_layers, num_slots, num_rows(max_running))
         self.forward = Forward(model, self.kv, autocast=autocast, stays_ready=owns_model)
-        self.rows = Rows(num_rows(max_running), min(positions, self.kv.num_slots), self.kv.pool)
+        self.rows = Rows(num_rows(max_running), min(positions, self.kv.num_slots), self.kv.pool, self.forward.routes)
         self.protocol = DraftingProtocol(
             drafter if drafter is not None else NoDrafter(),
             budget if budget is not None else FixedBudget(),
@@ -217,6 +217,7 @@ class Engine:
 
     def _run_pass(self, layout: PassLayout) -> Sampler:
         """Compute the pass; returns what draws from its logits."""
+        self.forward.routes.known = layout.known_routes(self.rows)
         draws = [] if self.forward.is_on_host else draws_of(layout, self.rows)
         logits, there = self.forward.logits(layout, draws)
         return DeviceSampler(logits, there) if there else HostSampler(logits, self.rows)

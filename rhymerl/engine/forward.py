@@ -24,6 +24,7 @@ from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layer_steps import ComparedSteps, CompiledSteps, TorchSteps, TritonSteps
 from rhymerl.engine.layout import BucketLayout, PassLayout, lay_out_pass
 from rhymerl.engine.recurrent import BY_ROWS
+from rhymerl.engine.routes import RouteStore
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.tiles import TileLayout, tile
 from rhymerl.models.attention import narrowed
@@ -75,6 +76,7 @@ class Forward:
         self._entered: ExitStack | None = None  # the state for passes, while the model is in it
         self.model = model
         self.store = store
+        self.routes = RouteStore(model, store.num_slots)
         self.autocast = autocast
         self._operations = 2.0 * model.num_parameters(exclude_embeddings=True)  # of one token
         self._inputs = inputs.Inputs(model.device)
@@ -197,15 +199,16 @@ class Forward:
                 at = None if len(indices) == len(token_ids) else indices
                 return direct(token_ids, positions, at, compared.beside(plan) if compared else plan), [*there]
             store.states.begin(layout)
-            logits: Tensor = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                past_key_values=store,
-                use_cache=True,
-                logits_to_keep=indices,
-                rhymerl_plan=plan,
-                rhymerl_states=store.states,
-            ).logits[0, :, : num_tokens(self.model)]
+            with self.routes.noted(store.write_slots):
+                logits: Tensor = self.model(
+                    input_ids=token_ids[None],
+                    position_ids=positions[None],
+                    past_key_values=store,
+                    use_cache=True,
+                    logits_to_keep=indices,
+                    rhymerl_plan=plan,
+                    rhymerl_states=store.states,
+                ).logits[0, :, : num_tokens(self.model)]
         return logits, [*there]
 
     # -- the direct forward ----------------------------------------------------------------------------------------

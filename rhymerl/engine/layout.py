@@ -17,6 +17,7 @@ from rhymerl.drafts import DraftBatch
 from rhymerl.engine.paged_attention import CHAIN, ROOT, PagedLayout, suits_paging
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.tiles import TileLayout, tile
+from rhymerl.replayed import RouteArray
 from rhymerl.types import BoolArray, IndexArray, IntArray
 
 
@@ -38,6 +39,7 @@ class PassLayout:
     row: IndexArray  # [F]
     source: IndexArray  # [F] whose state each goes on from: its own, that of its prefix, or NOBODY's
     chain: IndexArray  # [F] committed tokens fed
+    width: IndexArray  # [F] and nodes
     emits: IndexArray  # [E] which of the F rows end in a root
     drafts: DraftBatch  # of the emitting rows, R = E
     token_ids: IndexArray  # [N]
@@ -62,6 +64,20 @@ class PassLayout:
     def is_decoding(self) -> bool:
         """Return whether every row feeds one token and its draft: no prompt is being computed."""
         return bool((self.chain == 1).all())
+
+    def known_routes(self, rows: Rows) -> RouteArray | None:
+        """Return the routes that tokens of the pass are to take, [N, layers, k]; None where routers choose all."""
+        if not (rows.routes and rows.brought):
+            return None
+        found: RouteArray | None = None
+        first = np.cumsum(self.width) - self.width
+        for f, row in enumerate(self.row.tolist()):
+            cached = rows.cached[row]
+            part = rows.brought.get(row, ())[cached : cached + self.chain[f]]
+            if len(part):
+                found = rows.routes.blank(self.num_tokens) if found is None else found
+                found[first[f] : first[f] + len(part)] = part
+        return found
 
 
 def lay_out_pass(
@@ -103,6 +119,7 @@ def lay_out_pass(
         row=row,
         source=np.where(rows.cached[row] == rows.shared[row], rows.prefix_row[row], row),
         chain=chain,
+        width=width,
         emits=emits,
         drafts=drafts,
         token_ids=packed.token_ids,

@@ -32,7 +32,7 @@ class PrefixTable:
         while self._rows.num_free < 1 + is_new and self.evict_idle():
             pass
         if is_new:
-            prefix = self._rows.enter_prefix(tokens)
+            prefix = self._rows.enter_prefix(tokens, request)
             self._uncomputed.append(prefix)
         if prefix is not None:
             self._prefixes[prefix.tokens] = prefix

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.engine.noise import noise_counters
+from rhymerl.replayed import KeptSets, RouteArray
 from rhymerl.types import (
     BoolArray,
     Completion,
@@ -24,10 +26,12 @@ from rhymerl.types import (
     FloatArray,
     IndexArray,
     IntArray,
-    KeptSets,
     Output,
     RolloutRequest,
 )
+
+if TYPE_CHECKING:
+    from rhymerl.engine.routes import RouteStore
 
 NOBODY = -1
 _FREED_TOGETHER = 16  # tokens: finding what is unseen costs more than their memory
@@ -109,6 +113,8 @@ class Rows:
     prefix_row: IndexArray = field(init=False)  # [R] the prefix's row, or NOBODY
     kept: list[list[IntArray]] = field(init=False)  # [R] the sets of response tokens, of rows that replay
     log_masses: list[list[float]] = field(init=False)  # [R] of these sets
+    routes: RouteStore | None = None  # the experts of cached tokens, of a model that has some
+    brought: dict[int, RouteArray] = field(default_factory=dict)  # those of a row's tokens before it was computed here
     request: list[RolloutRequest | None] = field(init=False)
     prefix: list[Prefix | None] = field(init=False)
     _free: list[int] = field(init=False)
@@ -141,9 +147,10 @@ class Rows:
     def num_free(self) -> int:
         return len(self._free)
 
-    def enter_prefix(self, tokens: IntArray) -> Prefix:
-        """Return a row for a prompt's shared part; nothing is cached yet."""
+    def enter_prefix(self, tokens: IntArray, request: RolloutRequest | None = None) -> Prefix:
+        """Return a row for the shared part of a request's prompt; nothing is cached yet."""
         row = self._free.pop()
+        self._bring(row, request)
         self.tokens[row, : len(tokens)] = tokens
         self.length[row] = self.limit[row] = self.prompt_length[row] = len(tokens)
         self.cached[row] = self.shared[row] = 0
@@ -177,6 +184,7 @@ class Rows:
         self.length[row], self.prompt_length[row] = end, start
         self.limit[row] = start + request.sampling.max_tokens
         self._set_sampling(row, request)
+        self._bring(row, request)
         noted = output if self.replays[row] else None
         self.kept[row] = noted.kept_sets if noted else []
         self.log_masses[row] = noted.log_masses.tolist() if noted else []
@@ -199,6 +207,7 @@ class Rows:
         if prefix is not None:
             prefix.num_readers -= 1
         self.request[row] = self.prefix[row] = None
+        self.brought.pop(row, None)
         self.is_request[row] = False
         self.prefix_row[row] = NOBODY
         self.length[row] = self.cached[row] = self.shared[row] = self.unseen[row] = 0
@@ -244,8 +253,30 @@ class Rows:
             num_accepted=int(self.accepted[row]),
             sources=self.sources[row, response].copy(),
             kept=KeptSets.of(self.kept[row], self.log_masses[row]) if self.replays[row] else None,
+            routes=self._routes_of(row) if self.routes and request.step is not None else None,
         )
         return Completion(request=request, output=output)
+
+    # -- experts -----------------------------------------------------------------------------------------------------
+
+    def _bring(self, row: int, request: RolloutRequest | None) -> None:
+        """Experts that have been chosen for a request's tokens are chosen again where these are computed again."""
+        self.brought.pop(row, None)
+        output = request.output if request is not None else None
+        if self.routes and request is not None and output is not None:
+            known = output.routes_to(len(output), len(request.prompt.token_ids) + len(output))
+            self.brought |= {} if known is None else {row: known}
+
+    def _routes_of(self, row: int) -> RouteArray:
+        """Return the routes of a row's tokens, [length, layers, k]."""
+        assert self.routes is not None
+        found, brought = self.routes.blank(int(self.length[row])), self.brought.get(row)
+        if brought is not None:
+            found[: len(brought)] = brought
+        # A row that has entered reads its prefix from the first pass on.
+        cached = int(self.cached[row]) if self.cached[row] > self.shared[row] else 0
+        found[:cached] = self.routes.at(self.slots[row, :cached])
+        return found
 
     def _set_sampling(self, row: int, request: RolloutRequest) -> None:
         sampling = request.sampling

@@ -23,8 +23,8 @@ from rhymerl.models.head import KeptTokens, ReferenceHead, chosen_logprobs, head
 from rhymerl.models.logits import transform_of
 from rhymerl.models.recurrent import at
 from rhymerl.models.sharding import call, forget_passes
-from rhymerl.models.shared_prefixes import SharedLayout, packed_states, place_runs
-from rhymerl.types import IntArray, Sample, Segment
+from rhymerl.models.shared_prefixes import SharedLayout, packed_states, padded, place_runs
+from rhymerl.types import IndexArray, IntArray, Sample, Segment
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ class TokenBatch:
     shared: SharedLayout | None = None  # of samples that share their prompts, and what their answers begin with
     places: Tensor | None = None  # in a shared layout: which of the N each response token is
     kept: KeptTokens | None = None  # over which tokens each log-prob is normalised; None: all
+    routes: Tensor | None = None  # [tokens in `input_ids`, layers, k] as `Output.routes`; None: no experts are known
 
     def scatter(self, values: Tensor) -> Tensor:
         """Return the values, [N], at the index of each response token in [B, T]; zeros in the padding."""
@@ -71,19 +72,25 @@ def token_batch(
         return _shared_batch(samples, device, behind=behind)
     parts, counts, response = _parts(samples, behind=behind)
     width = max(map(len, parts))
-    ids = np.zeros((len(parts), width), np.int64)
+    lines = padded([np.concatenate(part.keys) for part in parts], width)
+    ids = lines[:, 0].copy()
     firsts = np.array([len(part.prompt) for part in parts]) - 1 + width * np.arange(len(parts))
-    for line, part in zip(ids, parts, strict=True):
-        line[: len(part)] = np.concatenate([part.prompt, part.token_ids])
     indices = np.concatenate([first + np.arange(count) for first, count in zip(firsts, counts, strict=True)])
     sets = _kept_sets(samples, behind=behind)
     return TokenBatch(
-        input_ids=torch.from_numpy(ids).to(device),
+        input_ids=torch.from_numpy(ids).view(len(parts), width).to(device),
         indices=torch.from_numpy(indices).to(device),
         targets=torch.from_numpy(ids.take(indices + 1, mode="clip")).to(device),
         response=torch.from_numpy(response).to(device),
         kept=None if sets is None else KeptTokens.of(sets, device),
+        routes=_routes(parts, lines, device),
     )
+
+
+def _routes(parts: Sequence[Segment], lines: IndexArray, device: torch.device | str) -> Tensor | None:
+    """Return those of a pass whose `lines` are of an id and, where the parts have routes, of a route."""
+    like = parts[0].routes
+    return None if like is None else torch.from_numpy(lines[:, 1:]).unflatten(1, like.shape[1:]).to(device)
 
 
 def _kept_sets(samples: Sequence[Sample], *, behind: bool) -> list[IntArray] | None:
@@ -117,8 +124,8 @@ def _parts(samples: Sequence[Sample], *, behind: bool) -> tuple[list[Segment], l
 def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behind: bool) -> TokenBatch:
     """An answer's last token is computed only if something is asked `behind` it."""
     parts, counts, response = _parts(samples, behind=behind)
-    read = [part.token_ids if behind else part.token_ids[:-1] for part in parts]
-    placed = place_runs([part.prompt for part in parts], read, device)
+    prompts, answers = zip(*(part.keys for part in parts), strict=True)
+    placed = place_runs(prompts, [each if behind else each[:-1] for each in answers], device)
     before = np.concatenate([path[:count] for path, count in zip(placed.paths, counts, strict=True)])
     padding = np.zeros(1, np.int32)
     ends = [padding[: count - len(part.token_ids)] for part, count in zip(parts, counts, strict=True)]
@@ -139,6 +146,7 @@ def _shared_batch(samples: Sequence[Sample], device: torch.device | str, *, behi
         shared=placed.layout,
         places=torch.from_numpy(places).to(device),
         kept=None if sets is None else KeptTokens.of([sets[i] for i in first], device),
+        routes=_routes(parts, placed.lines, device),
     )
 
 

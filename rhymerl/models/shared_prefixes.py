@@ -182,7 +182,7 @@ def side_by_side(answers: Sequence[IntArray]) -> list[tuple[int, int]]:
 def _common(one: IntArray, other: IntArray) -> int:
     """Return how many tokens both begin with."""
     length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+    differs = (one[:length] != other[:length]).reshape(length, one[:1].size).any(1)
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
 
@@ -192,27 +192,34 @@ class Placed:
     """A layout, and where each sample's tokens are in it."""
 
     layout: SharedLayout
+    lines: IndexArray  # [L, 1 + layers * k] the ids of the pass, and the routes of what came with some
     paths: Sequence[IndexArray]  # B times [1 + T] the flat indices of its prompt's last token and of its answer's
 
 
 def place_runs(prompts: Sequence[IntArray], answers: Sequence[IntArray], device: torch.device | str) -> Placed:
-    """Lay out samples, whose prompts may be equal, and whose answers may be empty (a last token, not read)."""
+    """Lay out samples, whose prompts may be equal, and whose answers may be empty (a last token, not read).
+
+    Prompts and answers are ids, or lines of an id and its route (`Segment.keys`).
+    """
     distinct, runs = _runs(prompts, answers)
     widest = max(map(len, distinct))
     before = np.array([len(distinct[run.prompt]) + run.num_shared for run in runs])
-    ids, positions = [_padded(distinct, widest)], [np.tile(np.arange(widest), len(distinct))]
+    ids, positions = [padded(distinct, widest)], [np.tile(np.arange(widest), len(distinct))]
     sizes, starts, together = [len(distinct) * widest], np.zeros(len(runs), np.int64), _bucketed(runs)
     for chosen in together:
         width = len(runs[chosen[0]].tokens)
         starts[chosen] = sum(sizes) + width * np.arange(len(chosen))
-        ids.append(_padded([runs[i].tokens for i in chosen], width))
+        ids.append(padded([runs[i].tokens for i in chosen], width))
         first, own = _first_position(before[chosen])[:, None], [[len(runs[i].tokens)] for i in chosen]
         # Padding stays within the context, and within what a rope that changes with the longest position takes for
         # short.
         positions.append((first + np.minimum(np.arange(width), np.array(own) - 1)).ravel())
         sizes.append(len(chosen) * width)
     lines = _lines(runs, starts, distinct, widest)
-    flat_ids, flat_positions = (torch.from_numpy(np.concatenate(each))[None].to(device) for each in (ids, positions))
+    flat = np.concatenate(ids)
+    flat_ids, flat_positions = (
+        torch.from_numpy(each)[None].to(device) for each in (flat[:, 0].copy(), np.concatenate(positions))
+    )
     lines_before = [[lines[i][: before[i]] for i in each] for each in together]
     widths = [widest, *(len(runs[each[0]].tokens) for each in together)]
     firsts = [widest * np.arange(len(distinct)), *(starts[each] for each in together)]
@@ -233,7 +240,7 @@ def place_runs(prompts: Sequence[IntArray], answers: Sequence[IntArray], device:
         ),
     )
     paths = {run.row: line[len(distinct[run.prompt]) - 1 :] for run, line in zip(runs, lines, strict=True)}
-    return Placed(layout=layout, paths=[paths[row] for row in range(len(answers))])
+    return Placed(layout=layout, lines=flat, paths=[paths[row] for row in range(len(answers))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,18 +290,20 @@ def _bucketed(runs: Sequence[_Run]) -> list[list[int]]:
     return [*([i] for i in alone), *(others[start:end] for start, end in parts)]
 
 
-def _padded(rows: Sequence[npt.NDArray[np.signedinteger[Any]]], width: int) -> IndexArray:
-    ids = np.zeros((len(rows), width), np.int64)
+def padded(rows: Sequence[npt.NDArray[np.signedinteger[Any]]], width: int) -> IndexArray:
+    """Return rows of numbers, or of lines of numbers, behind one another, [rows * width, numbers of a line]."""
+    numbers = rows[0].shape[1] if rows[0].ndim == 2 else 1
+    ids = np.zeros((len(rows), width, numbers), np.int64)
     for line, row in zip(ids, rows, strict=True):
-        line[: len(row)] = row
-    return ids.ravel()
+        line[: len(row)] = row.reshape(len(row), numbers)
+    return ids.reshape(len(rows) * width, numbers)
 
 
 def _bucket(before: Sequence[IndexArray], starts: IndexArray, width: int, device: torch.device | str) -> RunBucket:
     """Return a bucket of runs with the flat indices of the tokens `before` each, and that of its first own."""
     lengths = [len(each) for each in before]
     widest = max(lengths)
-    read = np.concatenate([_padded(before, widest).reshape(len(before), widest), starts[:, None] + np.arange(width)], 1)
+    read = np.concatenate([padded(before, widest).reshape(len(before), widest), starts[:, None] + np.arange(width)], 1)
     seen = torch.tensor(lengths[:1] if min(lengths) == widest else lengths, device=device)
     of_others = torch.arange(widest, device=device) < seen[:, None, None, None]
     block = min(width, _BLOCK)

@@ -93,12 +93,13 @@ def units(samples: Sequence[Sample], chosen: Sequence[int], *, max_tokens: int |
         return [Unit(samples=[i], width=widths[i], extra=longest * (len(split[i]) - 1)) for i in chosen]
     found: list[Unit] = []
     prompts = {i: max(len(each.prompt) for each in split[i]) for i in chosen}
+    keys = {i: split[i][0].keys for i in chosen}
     longest = max(prompts.values(), default=0)
-    for indices in of_one_prompt([samples[i].prompt.token_ids for i in chosen]):
+    for indices in of_one_prompt([keys[i][0] for i in chosen]):
         group = [chosen[index] for index in indices]
         width = max(prompts[i] for i in group)
         part, extra = list[int](), 0
-        for index, same in side_by_side([split[i][0].token_ids for i in group]):
+        for index, same in side_by_side([keys[i][1] for i in group]):
             first, *later = split[group[index]]
             behind = sum(longest + len(each.token_ids) + longest // _READS_A_TOKEN for each in later)
             whole = len(first.token_ids) + behind

@@ -76,12 +76,17 @@ def has_stop(policy: Policy, rollout: RolloutSettings) -> bool:
 def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: UpdateSettings, backend: Backend) -> None:
     """Raise ValueError for groups from which it cannot learn, and for a bound that no update would ever use.
 
-    Likewise for a replay of sampling that the backend cannot give.
+    Likewise for a replay of sampling or of experts that the backend cannot give.
     """
     if rollout.sampling_replay and not backend.keeps_sets:
         raise ValueError(
             f"rollout.sampling_replay=true: {type(backend).__name__} cannot say what truncation left to sample from; expected null or "
             "false, or an embedded engine"
+        )
+    if update.router_replay and not backend.says_routes:
+        raise ValueError(
+            f"update.router_replay=true: {type(backend).__name__} cannot say which experts computed a token; expected null or false, or "
+            "an embedded engine"
         )
     if rollout.temperature == 0:
         raise ValueError(

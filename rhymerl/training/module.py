@@ -199,7 +199,7 @@ class RhymeModule(L.LightningModule):
 
     def warn(self, datamodule: PromptDataModule) -> None:
         """Say, on rank 0, what may surprise people in a training on this data, after `check`."""
-        self.update.warn(self.model)
+        self.update.warn(self.model, says_routes=self.backend.says_routes)
         datamodule.warn()
         self._trial.warn()
         parts: Any = {"drafter": self.drafter, "budget": self.budget}

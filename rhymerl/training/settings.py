@@ -21,6 +21,7 @@ from rhymerl.models.decoder import decoder_of
 from rhymerl.models.policy import is_random, named
 from rhymerl.models.proof import prove_sharing, prove_update
 from rhymerl.models.rope import refuse_changing_rope
+from rhymerl.models.routing import routers_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class UpdateSettings:
     `offload_optimizer` the optimizer's moments are in the host's memory, not on the GPU, except while it steps.
     `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt, and the shared
     prefixes of its answers, are computed once in a micro-batch, if the model's attention allows it; the gradient is the
-    same.
+    same. With `router_replay` the experts that computed a token when it was sampled compute it in the update too, with
+    weights that are computed anew (None: where the backend says which); without, they are only compared.
     """
 
     learning_rate: float = at_least(0, 1e-6)
@@ -56,6 +58,7 @@ class UpdateSettings:
     activation_checkpointing: bool = False
     offload_optimizer: bool = False
     share_prefixes: bool = True
+    router_replay: bool | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -76,6 +79,10 @@ class UpdateSettings:
     def check(self, model: PreTrainedModel, longest_tokens: int) -> None:
         """Raise ConfigError if the model's config rules out such training on sequences of `longest_tokens`."""
         refuse_changing_rope(model, longest_tokens)
+        if self.router_replay and not routers_of(model):
+            raise ConfigError(
+                f"update.router_replay=true: {type(model).__name__} has no routers that choose among experts; expected null or false"
+            )
         if self.activation_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(
                 f"update.activation_checkpointing=true: {type(model).__name__} does not support it; expected false"
@@ -112,8 +119,17 @@ class UpdateSettings:
                 return False
         return self.share_prefixes
 
-    def warn(self, model: PreTrainedModel) -> None:
-        """Say, on rank 0, what may surprise people in a training that begins with this model."""
+    def warn(self, model: PreTrainedModel, *, says_routes: bool = True) -> None:
+        """Say, on rank 0, what may surprise people in a training that begins with this model.
+
+        `says_routes` is the backend's.
+        """
+        if self.router_replay is None and not says_routes and is_first_rank() and routers_of(model):
+            _LOG.warning(
+                "update.router_replay=null: the backend cannot say which experts of %s computed a token, so the update chooses its own, "
+                "which may be others; update.router_replay=false does so with any backend",
+                named(model),
+            )
         if is_random(model) and is_first_rank():
             _LOG.warning(
                 "%s has a dropout: which inputs it leaves out follows from how a step is cut into micro-batches, so its gradient "

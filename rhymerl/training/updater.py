@@ -17,17 +17,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from rhymerl.algos.base import Algorithm, Batch, Need, Totals
+from rhymerl.algos.functional import masked_sum
 from rhymerl.distributed.base import Alone, Ranks
 from rhymerl.errors import RunError
+from rhymerl.models.checkpointing import checkpointing
 from rhymerl.models.critic import Critic
 from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
 from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
+from rhymerl.models.routing import Routing, routed, routers_of
 from rhymerl.models.sharding import call, is_sharded, sum_replicas, whole
 from rhymerl.models.shared_prefixes import sharing
 from rhymerl.training.batches import passes_of, step_batch
-from rhymerl.training.passes import Work, balance_samples, over_samples
+from rhymerl.training.passes import balance_samples, over_samples
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.types import Sample
 
@@ -79,6 +82,7 @@ class Updater:
     def __post_init__(self) -> None:
         self._batch: Batch | None = None  # of the latest step, until `forget`
         self._places: Mapping[int, int] = {}  # of the samples that are in it
+        self._routers = routers_of(self.model)
         self._is_random = is_random(self.model)
         self._is_sharded = is_sharded(self.model)
 
@@ -183,8 +187,7 @@ class Updater:
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
         """Return what a pass over all samples finds for a `need`, [B, T]."""
-        proximal: Work = partial(self._logprobs, self.model)
-        work = {"proximal": proximal, "reference": self._of_reference, "values": self._values}[need]
+        work = {"proximal": self._proximal, "reference": self._of_reference, "values": self._values}[need]
         models = [model for model in (self.model, self.reference, self.critic) if model is not None]
         with ExitStack() as modes:
             for model in models:
@@ -204,6 +207,10 @@ class Updater:
     def _values_behind(self) -> bool:
         return "final_values" in self.algorithm.needs
 
+    def _proximal(self, tokens: TokenBatch) -> Tensor:
+        with self._routed(tokens):
+            return self._logprobs(self.model, tokens)
+
     def _of_reference(self, tokens: TokenBatch) -> Tensor:
         assert self.reference is not None, "an algorithm that needs a reference gets one"
         with without_adapters(self.model) if self.reference is self.model else nullcontext():
@@ -216,7 +223,7 @@ class Updater:
 
     def _values(self, tokens: TokenBatch) -> Tensor:
         assert self.critic is not None, "an algorithm that needs values gets a critic"
-        with self.autocast():
+        with self.autocast(), self._routed(tokens):
             states = partial(hidden_states, self.model, tokens)
             return tokens.scatter(
                 self.critic(tokens, call(self.model, states) if self.critic.settings.shared else None)
@@ -282,15 +289,23 @@ class Updater:
         with self._checkpointing():
             for each in passes_of(self.ranks.rank, work.samples, dealt, most, shares=shares, in_step=self._is_sharded):
                 self.ranks.check()
-                loss, metrics = self._loss(work, each.samples, totals)
-                self.backward(0.0 * loss if each.is_idle else loss)
+                samples = [work.samples[i] for i in each.samples]
+                tokens = token_batch(samples, self.model.device, shares=shares)
+                with self._routed(tokens) as routing:
+                    loss, metrics = self._loss(work, each.samples, tokens, totals, routing)
+                    self.backward(0.0 * loss if each.is_idle else loss)
                 if not each.is_idle:
                     collected.append(metrics)
         return _merged([{name: float(m[name]) for name in m} for m in collected], mean=False)
 
-    def _loss(self, work: _Work, part: Sequence[int], totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
-        samples = [work.samples[i] for i in part]
-        tokens = token_batch(samples, self.model.device, shares=self.shares_prefixes)
+    def _routed(self, tokens: TokenBatch) -> AbstractContextManager[Routing]:
+        """Context in which the policy's passes over these tokens, and their backward, take the experts of sampling."""
+        routers = () if tokens.routes is None else self._routers
+        return routed(routers, tokens.routes, replays=self.settings.router_replay is not False)
+
+    def _loss(
+        self, work: _Work, part: Sequence[int], tokens: TokenBatch, totals: Totals, routing: Routing
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         mine = work.batch.select(torch.tensor(part), tokens.response.shape[1]).to(self.model.device)
         with self.autocast():
             output = policy_output(
@@ -308,7 +323,11 @@ class Updater:
             is_asked = work.learns_proximal[part][:, None].to(self.model.device)
             known = torch.where(is_asked, output.logprobs.detach(), mine.behaviour_logprobs)
             mine = replace(mine, proximal_logprobs=known, awaits_proximal=False)
-        return self.algorithm.loss(mine, output, totals)
+        loss, metrics = self.algorithm.loss(mine, output, totals)
+        if routing.differs is None:
+            return loss, metrics
+        differs = tokens.scatter(routing.differs[tokens.indices].to(output.logprobs.dtype))
+        return loss, {**metrics, "sampling/routed_otherwise_frac": masked_sum(differs, mine.mask) / totals.num_tokens}
 
     def _checkpointing(self) -> AbstractContextManager[None]:
         """Context in which the layers of the models keep their inputs only.
@@ -348,25 +367,6 @@ def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 def _is_sampled_by(version: int, sample: Sample) -> bool:
     return bool((sample.completion.output.policy_versions == version).all())
-
-
-@contextmanager
-def checkpointing(models: Sequence[PreTrainedModel]) -> Iterator[None]:
-    """Activation checkpointing within; it works in training mode only."""
-    for model in models:
-        _either(model, "activation_checkpointing_enable", "gradient_checkpointing_enable")({"use_reentrant": False})
-    try:
-        yield
-    finally:
-        for model in models:
-            _either(model, "activation_checkpointing_disable", "gradient_checkpointing_disable")()
-            model.disable_input_require_grads()  # which transformers adds each time, and leaves there
-
-
-def _either(model: PreTrainedModel, name: str, former: str) -> Callable[..., None]:
-    """A method by the name that some versions of transformers call deprecated and others do not have yet."""
-    method: Callable[..., None] = getattr(model, name, None) or getattr(model, former)
-    return method
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from rhymerl.backends.base import Backend, RolloutBackend, ServedBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.environments.build import EpisodeSettings
+from rhymerl.replayed import KeptSets
 from rhymerl.schedulers.base import Scheduler
-from rhymerl.types import KeptSets, Output, TurnEnd
+from rhymerl.types import Output, TurnEnd
 from rhymerl.workers.base import RunAhead, Workers, check_run_ahead, follows_clock
 from rhymerl.workers.coordinator import Command, ProgressReport, SharedPlan, StepRequests
 from rhymerl.workers.ranks import MovedRequest, RankWorkers

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rhymerl.types import KeptSets, Output, RolloutRequest, TurnEnd
+from rhymerl.replayed import KeptSets
+from rhymerl.types import Output, RolloutRequest, TurnEnd
 from rhymerl.workers.coordinator import SharedPlan
 
 

@@ -14,7 +14,8 @@ import pytest
 from rhymerl.drafts import NOT_DRAFTED
 from rhymerl.environments.episodes import Episodes, _unsampled
 from rhymerl.environments.pool import EnvironmentPool
-from rhymerl.types import KeptSets, Output, Prompt, RolloutRequest, SamplingParams
+from rhymerl.replayed import KeptSets
+from rhymerl.types import Output, Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.host import Host
 from rhymerl.workers.versions import Versions
 from tests.environments.worlds import Asks, Counts, Ponders

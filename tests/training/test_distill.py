@@ -15,8 +15,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from rhymerl.algos import Distill
 from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.models.shared_prefixes import sharing
+from rhymerl.replayed import KeptSets
 from rhymerl.testing import tiny_policy
-from rhymerl.types import KeptSets, Sample
+from rhymerl.types import Sample
 from tests.training.updates import norm_in_double, run_update, scored
 
 FORMS = pytest.mark.parametrize("over", ["sampled", "vocabulary"])

@@ -22,8 +22,9 @@ from rhymerl.models.head import KeptTokens, chosen_logprobs, head_logprobs
 from rhymerl.models.logprobs import policy_output, token_batch
 from rhymerl.models.policy import Policy
 from rhymerl.models.shared_prefixes import sharing
+from rhymerl.replayed import KeptSets
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
-from rhymerl.types import Completion, KeptSets, Sample
+from rhymerl.types import Completion, Sample
 from rhymerl.workers import RECORDS
 from rhymerl.workers.coordinator import SharedPlan
 from rhymerl.workers.run_ahead import RunAheadState

@@ -197,6 +197,7 @@ class RayBackend(HostedBackend):
         self.engine = self._engine = _engine_named(self.engine) if isinstance(self.engine, str) else self.engine
         self.draws_exactly = self._engine.draws_exactly
         self.keeps_sets = self._engine.keeps_sets
+        self.says_routes = self._engine.says_routes
         self.counts_passes = self._engine.counts_passes
         self.max_running = self._engine.max_running
         self._recipe: HostRecipe | None = None
