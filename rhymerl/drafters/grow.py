@@ -78,7 +78,8 @@ class Trees(NamedTuple):
 
     def packed(self) -> DraftBatch:
         """Return the drafts in the order of the lines."""
-        starts = np.concatenate([[0], np.cumsum(self.counts)])
+        starts = np.zeros(len(self.counts) + 1, np.int64)
+        self.counts.cumsum(out=starts[1:])
         nodes = Nodes.empty(int(starts[-1]))
         _join(self.nodes, starts, nodes)
         return DraftBatch(**nodes._asdict(), starts=starts, match_length=self.longest)
@@ -97,14 +98,12 @@ def _join(lines: Nodes, starts: IndexArray, nodes: Nodes) -> None:
 @compiled
 def region_of(starts: IndexArray, position: int) -> int:
     """Return the last region that starts at or before the position."""
-    low, high = 0, len(starts)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if starts[middle] <= position:
-            low = middle
-        else:
-            high = middle
-    return low
+    region, left = 0, len(starts)
+    while left > 1:  # without branches, which nothing could predict
+        half = left // 2
+        region += half * (starts[region + half] <= position)
+        left -= half
+    return region
 
 
 @compiled

@@ -25,7 +25,7 @@ from rhymerl.engine.sampler import DeviceSampler, HostSampler, Sampler, draws_of
 from rhymerl.engine.speedup import SpeedupMeter
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.engine.totals import EngineTotals, PassRecord
-from rhymerl.engine.verify import Verification, verify
+from rhymerl.engine.verify import Verification, commit, verify
 from rhymerl.errors import BackendError
 from rhymerl.types import Autocast, Completion, FinishReason, RolloutRequest
 
@@ -224,12 +224,10 @@ class Engine:
 
     def _commit(self, layout: PassLayout, sampler: Sampler) -> Verification:
         """Draw, write tokens and log-probs, keep the accepted keys and values."""
-        rows, row = self.rows, layout.row[layout.emits]
-        start = rows.length[row]
+        rows = self.rows
         verified = verify(layout, rows, sampler)
-        target, index = row[verified.emitter], start[verified.emitter] + verified.level
-        rows.tokens[target, index] = verified.token
-        rows.logprobs[target, index] = logprobs = sampler.logprobs(verified.index, target, verified.token)
+        target = layout.emitting[verified.emitter]
+        logprobs = sampler.logprobs(verified.index, target, verified.token)
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the policy's log-probs are not finite (policy version {self.policy_version}): its weights have probably "
@@ -238,36 +236,15 @@ class Engine:
         if (replays := rows.replays[target]).any():
             noted = verified.index[replays]
             rows.keep(target[replays], sampler.kept(noted), sampler.log_masses(noted))
-        rows.versions[target, index] = self.policy_version
-        if len(layout.node_index):
-            was_drafted = verified.was_drafted
-            rows.sources[target[was_drafted], index[was_drafted]] = layout.drafts.sources[verified.accepted]
-        rows.length[row] = start + verified.num_emitted
-        rows.passes[row] += 1
-        rows.accepted[row] += verified.num_accepted
-        rows.drafted[row] += layout.drafts.counts
-        rows.cached[layout.row] += layout.chain
-        if len(layout.node_index):
-            self._keep_accepted(layout, verified)
+        commit(layout, rows, verified, logprobs, self.policy_version)
+        self.kv.states.accept(verified.sampled_at[layout.logit_level > 0])
         if (reach := self.kv.reach) is not None:
             rows.free_unseen(layout.row, reach)
         return verified
 
-    def _keep_accepted(self, layout: PassLayout, verified: Verification) -> None:
-        """Nodes at which something was sampled are cached now; the slots of all others go back."""
-        rows = self.rows
-        is_node = layout.logit_level > 0
-        kept = verified.sampled_at[is_node]
-        slots, depth = layout.slots[layout.node_index], layout.node_depth[kept]
-        row = layout.row[layout.emits][layout.logit_row[is_node][kept]]
-        rows.slots[row, rows.cached[row] + depth - 1] = slots[kept]
-        np.add.at(rows.cached, row, 1)
-        rows.pool.give(slots[~kept])
-        self.kv.states.accept(row, depth, np.flatnonzero(kept))
-
     def _finish(self, layout: PassLayout, verified: Verification) -> list[Completion]:
         """Free the rows that sampled a stop token or reached their limit."""
-        rows, row = self.rows, layout.row[layout.emits]
+        rows, row = self.rows, layout.emitting
         full = rows.length[row] == rows.limit[row]
         return [
             self._finish_row(int(row[e]), "stop" if verified.ended[e] else "length")

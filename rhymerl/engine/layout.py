@@ -41,6 +41,7 @@ class PassLayout:
     chain: IndexArray  # [F] committed tokens fed
     width: IndexArray  # [F] and nodes
     emits: IndexArray  # [E] which of the F rows end in a root
+    emitting: IndexArray  # [E] these rows
     drafts: DraftBatch  # of the emitting rows, R = E
     token_ids: IndexArray  # [N]
     positions: IndexArray  # [N]
@@ -100,10 +101,11 @@ def lay_out_pass(
     """
     width = chain.copy()
     width[emits] += drafts.counts
-    paged = suits_paging(width, rows.cached[row] + width) if compiled else np.zeros(len(row), np.bool_)
+    num_keys = rows.cached[row] + width
+    paged = suits_paging(width, num_keys) if compiled else np.zeros(len(row), np.bool_)
     slots = rows.pool.take(int(width.sum()))
     num_nodes = len(drafts.parents)
-    of_each = (5, len(slots)), (2, num_nodes), (3, len(emits) + num_nodes)
+    of_each = (5, len(slots)), (2, num_nodes), (3, len(emits) + num_nodes), (2, len(emits)), (1, len(row))
     packed = _Packed(*(line for shape in of_each for line in np.empty(shape, np.int64)))
     num_seen = _fill(
         _RowTables(rows.tokens, rows.slots, rows.cached, rows.shared, rows.prefix_row),
@@ -111,16 +113,17 @@ def lay_out_pass(
         *(drafts.token_ids, drafts.parents, drafts.starts),
         packed,
     )
-    is_tiled = tile_tokens is not None and (window is None or (rows.cached[row] + width).max(initial=0) <= window)
+    is_tiled = tile_tokens is not None and (window is None or num_keys.max(initial=0) <= window)
     most = tile_tokens(int(width.max(initial=1))) if tile_tokens is not None and is_tiled else 0
     tiles = tile(rows, row, chain, width, emits, drafts, most=most) if most else None
     buckets = tiles is None and not paged.all()
     return PassLayout(
         row=row,
-        source=np.where(rows.cached[row] == rows.shared[row], rows.prefix_row[row], row),
+        source=packed.source,
         chain=chain,
         width=width,
         emits=emits,
+        emitting=packed.emitting,
         drafts=drafts,
         token_ids=packed.token_ids,
         positions=packed.positions,
@@ -128,7 +131,7 @@ def lay_out_pass(
         node_index=packed.node_index,
         node_depth=packed.node_depth,
         logit_indices=packed.logit_indices,
-        logit_start=drafts.starts[:-1] + np.arange(len(emits)),
+        logit_start=packed.logit_start,
         logit_row=packed.logit_row,
         logit_level=packed.logit_level,
         num_seen=num_seen,
@@ -165,6 +168,9 @@ class _Packed(NamedTuple):
     logit_indices: IndexArray
     logit_row: IndexArray
     logit_level: IndexArray
+    emitting: IndexArray
+    logit_start: IndexArray
+    source: IndexArray
 
 
 @compiled
@@ -188,6 +194,7 @@ def _fill(
     for f in range(len(row)):
         r = row[f]
         base = rows.cached[r]
+        packed.source[f] = rows.prefix_row[r] if base == rows.shared[r] else r
         if rows.prefix_row[r] >= 0 and base == rows.shared[r]:  # it has just entered
             for j in range(base):
                 rows.slots[r, j] = rows.slots[rows.prefix_row[r], j]
@@ -197,6 +204,7 @@ def _fill(
             packed.token_ids[n], packed.positions[n], packed.seen[n] = rows.tokens[r, j], j, j + 1
             n += 1
         if e < len(emits) and emits[e] == f:
+            packed.emitting[e], packed.logit_start[e] = r, m
             packed.logit_indices[m], packed.logit_row[m], packed.logit_level[m] = n - 1, e, 0
             m += 1
             root, tree = base + chain[f], n

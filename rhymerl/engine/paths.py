@@ -80,7 +80,7 @@ class PassPaths:
         some, widest = np.flatnonzero(drafts.counts), int(drafts.counts.max())
         sees = np.zeros((len(layout.emits), widest, widest), np.bool_)
         _fill_paths(drafts.parents, drafts.starts, sees)
-        row, column = self._there(layout.row[layout.emits[some]]), np.arange(widest)
+        row, column = self._there(layout.emitting[some]), np.arange(widest)
         nodes = np.minimum(drafts.starts[some, None] + column, len(layout.node_index) - 1)
         return PathBlock(
             row=row,

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.paths import PassPaths, PathBlock
-from rhymerl.types import IndexArray
+from rhymerl.types import BoolArray, IndexArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,11 +189,13 @@ class RowStates:
         assert self._current is not None
         return self._current.run(self._paths_on(terms.key.device), terms)
 
-    def accept(self, row: IndexArray, depth: IndexArray, node: IndexArray) -> None:
-        """Drafted nodes, each at a depth from 1 in its row's draft, have become tokens."""
-        if self._paths is None or not len(node):
+    def accept(self, kept: BoolArray) -> None:
+        """Those nodes of the pass [K] are part of their rows now."""
+        if self._paths is None or self._layout is None or not kept.any():
             return
-        accepted = Accepted.of(row, depth, node, self._paths.row.device)
+        layout, node = self._layout, np.flatnonzero(kept)
+        row = layout.emitting[layout.drafts.requests[node]]
+        accepted = Accepted.of(row, layout.node_depth[node], node, self._paths.row.device)
         for conv in self._convs.values():
             conv.accept(accepted)
         for rule in self._rules.values():

@@ -127,7 +127,7 @@ def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:
 
     If any row has rules, also these, and if any replays, which do.
     """
-    row = layout.row[layout.emits][layout.logit_row]
+    row = layout.emitting[layout.logit_row]
     positions = rows.length[row] - rows.prompt_length[row] + layout.logit_level
     counters = (rows.counter[row] + positions.astype(np.uint64)).view(np.int64)
     draws: list[npt.NDArray[Any]] = [counters, rows.draw_scale[row], rows.logprob_scale[row]]

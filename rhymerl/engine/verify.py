@@ -6,7 +6,6 @@ only those at nodes that are reached, all rows side by side, one level at a time
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,18 +15,16 @@ from rhymerl.compiled import compiled
 from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.sampler import Sampler
-from rhymerl.types import BoolArray, IndexArray, IntArray
+from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray
 
 _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(NamedTuple):
     """The tokens of a pass. E = emitting rows (`PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
 
     index: IndexArray  # [T] the logits that each token was sampled from, row by row
     emitter: IndexArray  # [T] which of the E
-    level: IndexArray  # [T] 0 = sampled at the root
     token: npt.NDArray[np.int32]  # [T]
     ended: BoolArray  # [E] the row has sampled a stop token
     num_emitted: IndexArray  # [E]
@@ -35,16 +32,10 @@ class Verification:
     sampled_at: BoolArray  # [M] the row came there and sampled
     accepted: BoolArray  # [K] the node became a token; nothing is sampled at one that ends the row
 
-    @property
-    def was_drafted(self) -> BoolArray:
-        """Return which tokens accepted nodes carried, [T]: in their order those nodes are `accepted`'s."""
-        was_drafted: BoolArray = self.level < self.num_accepted[self.emitter]
-        return was_drafted
-
 
 def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
     """Emit at least one token a row, up to its limit or its first stop token."""
-    row, drafts = layout.row[layout.emits], layout.drafts
+    row, drafts = layout.emitting, layout.drafts
     position = rows.length[row] - rows.prompt_length[row]
     room, stop_ids = rows.limit[row] - rows.length[row], rows.stop_ids[row]
     sampled = np.full(len(layout.logit_row), -1, np.int32)
@@ -67,7 +58,6 @@ def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
     return Verification(
         index=index,
         emitter=layout.logit_row[index],
-        level=layout.logit_level[index],
         token=sampled[index],
         ended=walk.ended,
         num_emitted=walk.num_emitted,
@@ -119,3 +109,79 @@ def _follow(
                     break
             here = _DONE if walk.ended[e] or walk.num_emitted[e] >= room[e] else child
         walk.stands_at[e] = here
+
+
+def commit(layout: PassLayout, rows: Rows, verified: Verification, logprobs: FloatArray, policy_version: int) -> None:
+    """Write the tokens, with their log-probs [T], to their rows.
+
+    Nodes at which something was sampled are cached now; the slots of all others go back.
+    """
+    freed = np.empty(len(layout.node_index), np.int64)
+    drafts = layout.drafts
+    num_freed = _commit(
+        _RowTables(*(getattr(rows, name) for name in _RowTables._fields)),
+        *(layout.row, layout.chain, layout.emitting),
+        *(verified, logprobs, policy_version),
+        *(drafts.starts, drafts.sources, layout.node_depth, layout.slots[layout.node_index], freed),
+    )
+    rows.pool.give(freed[:num_freed])
+
+
+class _RowTables(NamedTuple):
+    """What `Rows` has of all rows, as far as a pass changes it."""
+
+    tokens: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    sources: npt.NDArray[np.int8]
+    slots: IndexArray
+    length: IndexArray
+    cached: IndexArray
+    passes: IndexArray
+    drafted: IndexArray
+    accepted: IndexArray
+
+
+@compiled
+def _commit(
+    rows: _RowTables,
+    fed: IndexArray,
+    chain: IndexArray,
+    row: IndexArray,
+    verified: Verification,
+    logprobs: FloatArray,
+    policy_version: int,
+    starts: IndexArray,
+    sources: npt.NDArray[np.int8],
+    depths: IndexArray,
+    slots: IndexArray,
+    freed: IndexArray,
+) -> int:
+    """Returns how many slots it has written to `freed`."""
+    for f in range(len(fed)):
+        rows.cached[fed[f]] += chain[f]
+    t = num_freed = 0
+    for e in range(len(row)):
+        r = row[e]
+        start, root = rows.length[r], rows.cached[r] - 1
+        for at in range(start, start + verified.num_emitted[e]):
+            rows.tokens[r, at], rows.logprobs[r, at], rows.versions[r, at] = (
+                verified.token[t],
+                logprobs[t],
+                policy_version,
+            )
+            t += 1
+        for node in range(starts[e], starts[e + 1]):
+            if verified.accepted[node]:
+                rows.sources[r, start + depths[node] - 1] = sources[node]
+            if verified.sampled_at[node + e + 1]:
+                rows.slots[r, root + depths[node]] = slots[node]
+                rows.cached[r] += 1
+            else:
+                freed[num_freed] = slots[node]
+                num_freed += 1
+        rows.length[r] += verified.num_emitted[e]
+        rows.passes[r] += 1
+        rows.drafted[r] += starts[e + 1] - starts[e]
+        rows.accepted[r] += verified.num_accepted[e]
+    return num_freed

@@ -162,9 +162,9 @@ class LiveIndex(SuffixIndex):
         """Sort in what has been appended."""
         if not self._behind:
             return
-        self._make_room(self._num_behind)
         for rows in self._behind:
-            insert_rows(self.text, self._sorted_ends, self.ends, rows, self.blocks, REACH)
+            while not insert_rows(self.text, self._sorted_ends, self.ends, rows, self.blocks, REACH):
+                self._add_blocks()
         self.num_tokens += self._num_behind
         self._behind.clear()
         self._num_behind = 0
@@ -185,20 +185,15 @@ class LiveIndex(SuffixIndex):
         widen(self.blocks.order, self._rows_begin, self._width, width)
         self.text, self._width = text, width
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Make spare blocks for the worst case: all full blocks split, and halves for every half block of tokens."""
+    def _add_blocks(self) -> None:
+        """Make half as many blocks more, and one."""
         order, fill, sequence, used = self.blocks
-        num_blocks = int(used[0])
-        num_near = int(np.count_nonzero(fill[:num_blocks] + num_tokens >= BLOCK))
-        needed = num_blocks + min(num_tokens, num_near + num_tokens // (BLOCK // 2))
-        if needed <= len(fill):
-            return
-        more = max(needed, len(fill) + len(fill) // 2) - len(fill)
+        more = len(fill) // 2 + 1
         self.blocks = Blocks(
             order=np.concatenate([order, np.zeros((more, BLOCK), np.int32)]),
             fill=np.concatenate([fill, np.zeros(more, np.int32)]),
             sequence=np.concatenate([sequence, np.zeros(more, np.int32)]),
-            used=used.copy(),
+            used=used,
         )
 
 

@@ -139,17 +139,18 @@ def insertion_point(text: IntArray, blocks: Blocks, query: IntArray, q: int, rea
 
 
 @compiled
-def insert(text: IntArray, blocks: Blocks, begin: int, end: int, reach: int) -> None:
-    """Put the positions begin ... end - 1 in. A full block is split in two halves.
+def insert(text: IntArray, blocks: Blocks, begin: int, end: int, reach: int) -> int:
+    """Put the positions begin ... end - 1 in, while there are spare blocks; return the first that is not in.
 
-    The caller has made sure of spare blocks: one for each that the positions may fill, and one more for every BLOCK / 2
-    positions, since a half needs as many to be full.
+    A full block is split in two halves.
     """
     order, fill, sequence, used = blocks
     half = BLOCK // 2
     for p in range(begin, end):
         b, i = insertion_point(text, blocks, text, p, reach)
         block = sequence[b]
+        if fill[block] == BLOCK - 1 and used[0] == len(fill):
+            return p
         for j in range(fill[block], i, -1):
             order[block, j] = order[block, j - 1]
         order[block, i] = p
@@ -163,6 +164,7 @@ def insert(text: IntArray, blocks: Blocks, begin: int, end: int, reach: int) -> 
                 sequence[j] = sequence[j - 1]
             sequence[b + 1] = new
             used[0] += 1
+    return end
 
 
 @compiled
@@ -257,12 +259,13 @@ def insert_rows(
     rows: IndexArray,
     blocks: Blocks,
     reach: int,
-) -> None:
-    """Put the positions of the rows from their `sorted_ends` to their `ends` in."""
-    for r in range(len(rows)):
-        row = rows[r]
-        insert(text, blocks, sorted_ends[row], ends[row], reach)
-        sorted_ends[row] = ends[row]
+) -> bool:
+    """Put the positions of the rows from their `sorted_ends` to their `ends` in; False where a block is missing."""
+    for row in rows:
+        sorted_ends[row] = insert(text, blocks, sorted_ends[row], ends[row], reach)
+        if sorted_ends[row] < ends[row]:
+            return False
+    return True
 
 
 @compiled

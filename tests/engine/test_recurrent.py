@@ -301,7 +301,7 @@ def some_accepted(source, layout) -> list[tuple[int, int, int]]:
     for e, (start, stop) in enumerate(itertools.pairwise(layout.drafts.starts.tolist())):
         here = source.integers(-1, stop - start)
         while here >= 0:
-            accepted.append((int(layout.row[layout.emits[e]]), int(layout.node_depth[start + here]), start + here))
+            accepted.append((int(layout.emitting[e]), int(layout.node_depth[start + here]), start + here))
             here = layout.drafts.parents[start + here]
     return sorted(accepted, key=lambda each: (each[0], each[1]))
 

@@ -72,8 +72,7 @@ def emitted(batch: DraftBatch, predictions: np.ndarray) -> list[np.ndarray]:
         stop_ids=np.full((len(batch), 1), -1, np.int32),
     )
     layout = SimpleNamespace(
-        row=np.arange(len(batch)),
-        emits=np.arange(len(batch)),
+        emitting=np.arange(len(batch)),
         drafts=batch,
         logit_row=row,
         logit_start=start,
