@@ -172,7 +172,7 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
     if (
         starts.shape != (num_requests + 1,)
         or starts[0] != 0
-        or bool((starts[1:] < starts[:-1]).any())
+        or bool(np.any(np.diff(starts) < 0))
         or total != (starts[-1],)
     ):
         raise ValueError(f"starts must rise from 0 to {total} in {num_requests} steps, one a request")

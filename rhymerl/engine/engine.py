@@ -227,14 +227,14 @@ class Engine:
         rows = self.rows
         verified = verify(layout, rows, sampler)
         target = layout.emitting[verified.emitter]
-        logprobs = sampler.logprobs(verified.index, target, verified.token)
+        logprobs = sampler.logprobs(verified.indices, target, verified.token)
         if not np.isfinite(logprobs).all():
             raise BackendError(
                 f"the policy's log-probs are not finite (policy version {self.policy_version}): its weights have probably "
                 "diverged; go on from an earlier checkpoint with a smaller update.learning_rate"
             )
         if (replays := rows.replays[target]).any():
-            noted = verified.index[replays]
+            noted = verified.indices[replays]
             rows.keep(target[replays], sampler.kept(noted), sampler.log_masses(noted))
         commit(layout, rows, verified, logprobs, self.policy_version)
         self.kv.states.accept(verified.sampled_at[layout.logit_level > 0])

@@ -23,7 +23,7 @@ _ROOT, _DONE = -1, -2  # where a row stands, when it is at none of its nodes
 class Verification(NamedTuple):
     """The tokens of a pass. E = emitting rows (`PassLayout.emits`), M = their logits, K = nodes, T = tokens emitted."""
 
-    index: IndexArray  # [T] the logits that each token was sampled from, row by row
+    indices: IndexArray  # [T] the logits that each token was sampled from, row by row
     emitter: IndexArray  # [T] which of the E
     token: npt.NDArray[np.int32]  # [T]
     ended: BoolArray  # [E] the row has sampled a stop token
@@ -56,7 +56,7 @@ def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
         wanted = layout.logit_start[standing] + 1 + walk.stands_at[standing]
     index = np.flatnonzero(walk.sampled_at)
     return Verification(
-        index=index,
+        indices=index,
         emitter=layout.logit_row[index],
         token=sampled[index],
         ended=walk.ended,
@@ -119,15 +119,19 @@ def commit(layout: PassLayout, rows: Rows, verified: Verification, logprobs: Flo
     freed = np.empty(len(layout.node_index), np.int64)
     drafts = layout.drafts
     num_freed = _commit(
-        _RowTables(*(getattr(rows, name) for name in _RowTables._fields)),
+        _Written(*(getattr(rows, name) for name in _Written._fields)),
         *(layout.row, layout.chain, layout.emitting),
-        *(verified, logprobs, policy_version),
-        *(drafts.starts, drafts.sources, layout.node_depth, layout.slots[layout.node_index], freed),
+        verified,
+        logprobs,
+        policy_version,
+        drafts.starts,
+        drafts.sources,
+        *(layout.node_depth, layout.slots[layout.node_index], freed),
     )
     rows.pool.give(freed[:num_freed])
 
 
-class _RowTables(NamedTuple):
+class _Written(NamedTuple):
     """What `Rows` has of all rows, as far as a pass changes it."""
 
     tokens: IntArray
@@ -144,7 +148,7 @@ class _RowTables(NamedTuple):
 
 @compiled
 def _commit(
-    rows: _RowTables,
+    rows: _Written,
     fed: IndexArray,
     chain: IndexArray,
     row: IndexArray,
