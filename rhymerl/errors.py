@@ -18,8 +18,8 @@ RhymeError                 something rhymerl noticed; the message is one readabl
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from math import inf, isfinite
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -122,7 +122,7 @@ def require_types(settings: Any) -> None:
 
 def require_package(name: str, where: str) -> None:
     """Raise ConfigError, which begins with `where`, for a package that is not installed; nothing is imported."""
-    if find_spec(name) is None:
+    if importlib.util.find_spec(name) is None:
         raise missing_package(name, where)
 
 

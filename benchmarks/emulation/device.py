@@ -19,6 +19,7 @@ from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.engine.forward import Forward
 from rhymerl.engine.layout import PassLayout
+from rhymerl.engine.routes import RouteStore
 from rhymerl.errors import require_at_least
 from rhymerl.types import Ratio
 
@@ -111,6 +112,11 @@ class EmulatedForward:
     def forget(self) -> None:
         """As `Forward.forget`."""
         self._forward.forget()
+
+    @property
+    def routes(self) -> RouteStore:
+        """As `Forward.routes`."""
+        return self._forward.routes
 
     @property
     def is_on_host(self) -> bool:

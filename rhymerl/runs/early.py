@@ -48,7 +48,10 @@ def _check_packages(config: dict[str, Any]) -> None:
 def _check_data(config: dict[str, Any]) -> None:
     column, spec = find(config, "data.prompt_column"), find(config, "rewards")
     look_in_current_directory()
-    is_told = spec is not ABSENT and "${" not in repr(spec) and find(config, "data.filter_overlong_prompts") is not True
+    is_plain = not any(
+        mark in repr(spec) for mark in ("${", "_target_")
+    )  # else it is built from other settings, or by a class
+    is_told = spec is not ABSENT and is_plain and find(config, "data.filter_overlong_prompts") is not True
     rewards = build_rewards(spec) if is_told else []
     for setting, source in _sources(config):
         if is_data_set(source):

@@ -35,11 +35,11 @@ def test_fit_trains_them_with_drafts(name, settings, tmp_path, caplog, rhymerl: 
     assert done.code == 0, done.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
-    assert "whose prompts are computed for each answer, because it has" in caplog.text
+    assert "whose prompts are computed for each answer" not in caplog.text
     assert summary["spec_accept_rate"] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_5_text", marks=pytest.mark.slow), "qwen3_next"])
 def test_killed_in_the_middle_of_a_step(name, settings, tmp_path, rhymerl: Run):
     words, whole, run = of_model(settings, name), tmp_path / "whole", tmp_path / "run"
     done = rhymerl(*words_for(words, whole))
