@@ -140,6 +140,7 @@ def test_what_is_wrong_costs_one_line(words, message, settings, teacher_dir, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_any_divergence_can_be_from_a_teacher(settings, teacher_dir, tmp_path, rhymerl: Run):
     """KL-regularised RL against another model; before the first update there is no divergence without one."""
     kls = []

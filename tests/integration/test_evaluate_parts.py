@@ -25,6 +25,7 @@ def put_in_parts(path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_one_tensor_at_a_time_is_there_besides_the_model(settings, tmp_path, monkeypatch, rhymerl: Run):
     run_dir = tmp_path / "run"

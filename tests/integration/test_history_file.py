@@ -133,7 +133,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name", ["truncated", *(pytest.param(name, marks=pytest.mark.slow) for name in BROKEN if name != "truncated")]
+)
 def test_a_file_that_cannot_be_used(name: str, first: Path, words: list[str], tmp_path: Path, rhymerl: Run) -> None:
     change, message = BROKEN[name]
     file = tmp_path / "broken.rhyme"

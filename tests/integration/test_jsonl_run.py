@@ -53,7 +53,11 @@ async def vowels(completion, *, answer, wanted="aeiou"):
 """
 
 
-@pytest.fixture(scope="module", params=[(True, True), (False, False)], ids=["tied, chat", "untied, strings"])
+@pytest.fixture(
+    scope="module",
+    params=[(True, True), pytest.param((False, False), marks=pytest.mark.slow)],
+    ids=["tied, chat", "untied, strings"],
+)
 def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, data and a reward, as a user would have."""
     tied, chat = request.param

@@ -46,7 +46,7 @@ def test_the_bar_counts_batches_when_epochs_end_the_run(settings, tmp_path):
     assert "step 3/3 " in seen_on_a_terminal([*settings, *more])
 
 
-@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("columns", [60, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_line_and_the_answers_are_as_wide_as_the_terminal(columns, settings, tmp_path):
     words = [*settings, "trainer.max_steps=40", "samples.print=3", f"run_dir={tmp_path / 'run'}"]
     lines = [line.rstrip() for line in seen_on_a_terminal(words, columns=columns).splitlines()]

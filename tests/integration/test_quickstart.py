@@ -152,7 +152,7 @@ def test_words_for_people(whole):
 @pytest.mark.parametrize(
     ("more", "equal"),
     [
-        ([], True),
+        pytest.param([], True, marks=pytest.mark.slow),
         ([SLOW, "module.reward_workers=2"], True),  # the order in which rewards arrive is another one every time
         (["seed=1", "data.seed=0", "task.seed=0"], False),
     ],

@@ -41,6 +41,7 @@ def state(run_dir: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_the_ranks_and_one_of_them_speaks(settings, tmp_path):
     words = words_for(settings, tmp_path / "run", "trainer.max_steps=4", "scheduler=histopipe", "run_ahead=draft")
     done = subprocess.run(

@@ -87,6 +87,7 @@ def launch(settings: list[str], tmp_path: Path) -> Iterator[Callable[..., Launch
         each.close()
 
 
+@pytest.mark.slow
 def test_they_listen_to_this_machine_only_and_a_stopped_one_does_not_stay_behind(launch, tmp_path):
     run = launch("checkpoint.every_n_steps=1")
     other = run.rank_1()

@@ -191,7 +191,12 @@ def test_a_schedule_goes_on_from_its_place_at_the_new_rate(settings: list[str], 
     assert last["_last_lr"] == pytest.approx([1e-4 * 2 / 9] * 2)
 
 
-@pytest.mark.parametrize("more", [["budget=fixed"], ["scheduler=histopipe"], ["algo=rloo"], ["drafter=none"]], ids=str)
+OTHER_PARTS = ("budget=fixed", "scheduler=histopipe", "drafter=none")
+
+
+@pytest.mark.parametrize(
+    "more", [["algo=rloo"], *(pytest.param([each], marks=pytest.mark.slow) for each in OTHER_PARTS)], ids=str
+)
 def test_another_part_begins_anew(more: list[str], half: Path, rhymerl: Run) -> None:
     """The state that one class has learned is no state of another."""
     done = rhymerl("resume", str(half), "trainer.max_steps=12", *more)

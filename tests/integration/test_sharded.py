@@ -62,7 +62,7 @@ def test_weights_are_those_of_one_process(size, alone, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "size"), [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)], ids=["fsdp2", "hsdp"]
 )
-@pytest.mark.parametrize("kind", ["grpo", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("grpo", marks=pytest.mark.slow), "lora"])
 def test_engines_in_the_ranks_have_whole_copies(kind, strategy, size, alone, tmp_path):
     weights = on_ranks(size, tmp_path, "run", strategy, kind=kind, whole_copy=True)
     assert furthest(weights, alone[kind]) < 1e-9

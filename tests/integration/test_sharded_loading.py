@@ -157,6 +157,7 @@ def measure(folder: str, comes_late: bool) -> None:
     Path(folder, f"{comes_late}.{os.environ['LOCAL_RANK']}").write_text(str(max(held) - before))
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path):
     """The policy and its reference: two models of which each of two ranks has half."""
     policy = tiny_policy("starcoder2", use_bias=False, hidden_size=64, num_layers=8, context=64)

@@ -114,6 +114,7 @@ def test_it_learns_and_looks_like_the_shipped_one(whole):
     assert AutoModelForCausalLM.from_pretrained(whole).num_parameters() < 1_000_000
 
 
+@pytest.mark.slow
 def test_weights_stay_in_float32_when_products_are_in_bfloat16(whole: Path, tmp_path: Path, rhymerl: Run) -> None:
     KeepLosses.losses.clear()
     done = rhymerl(*WORDS, f"out={tmp_path / 'policy'}", LOSSES, "warmstart.precision=bf16-mixed")

@@ -73,7 +73,7 @@ def weigh_all(folder: str, size: int) -> None:
             path.write_text(json.dumps([weigh.said, weigh.found]))
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3))])
 def test_a_rank_holds_what_is_said(size, tmp_path):
     """32 rows among 3 ranks are 11, 11 and 10: not a third."""
     run_ranks(size, weigh_all, str(tmp_path), size, output=tmp_path / "output", timeout_s=350)
