@@ -255,6 +255,15 @@ def test_parts_that_nothing_is_known_of_are_left_out(tmp_path: Path):
     assert "completions-clipped_ratio" not in data["charts"], "0 throughout"
 
 
+def test_drafts_of_an_engine_that_counts_no_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """SGLang's verification counts accepted tokens alone."""
+    known = {name: value for name, value in metrics(1).items() if not name.startswith("spec/accept_rate_pos_")}
+    monkeypatch.setattr("tests.report.directories.metrics", lambda step: known)
+    data = data_of(page_of(make_run(tmp_path / "mine"), out=tmp_path / "a.html"))
+    assert "rollout-spec_accept_length" in data["charts"]
+    assert not any("acceptance-position" in name for name in data["charts"])
+
+
 def test_what_has_diverged_is_no_number_in_the_page():
     assert finite({"a": [float("nan"), 1.0, (float("inf"), "x")]}) == {"a": [None, 1.0, [None, "x"]]}
     assert re.fullmatch(r"[\w+/=]+", packed("</script>\ud800"))

@@ -73,7 +73,7 @@ def _acceptance_by_position(run: Run, runs: Sequence[Run]) -> Chart:
     names = [f"spec/accept_rate_pos_{depth}" for depth in range(1, _NUM_DEPTHS + 1)]
     curves = [run.curves[name] for name in names] if all(name in run.curves for name in names) else []
     steps = sorted({step for curve in curves for step in curve.steps})
-    periods = [part for part in np.array_split(np.array(steps), min(_NUM_PERIODS, len(steps))) if len(part)]
+    periods = [part for part in np.array_split(np.array(steps), min(_NUM_PERIODS, len(steps) or 1)) if len(part)]
     series = []
     for number, period in enumerate(periods):
         first, last = int(period[0]), int(period[-1])
