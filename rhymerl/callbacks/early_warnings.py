@@ -226,8 +226,7 @@ class EarlyWarnings(L.Callback):
     """Warns of what the rules find, each at most once in `every_n_steps` rollout steps. Rank 0 only.
 
     `latest` has the warnings of the latest step, and `holding` those given so far that hold in it, for callbacks that
-    come later. Needs a RhymeModule. A resumed run
-    begins to watch anew.
+    come later. Needs a RhymeModule. A resumed run begins to watch anew.
     """
 
     def __init__(self, *, every_n_steps: int = 50) -> None:

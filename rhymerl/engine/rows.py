@@ -265,7 +265,8 @@ class Rows:
         output = request.output if request is not None else None
         if self.routes and request is not None and output is not None:
             known = output.routes_to(len(output), len(request.prompt.token_ids) + len(output))
-            self.brought |= {} if known is None else {row: known}
+            if known is not None:
+                self.brought[row] = known
 
     def _routes_of(self, row: int) -> RouteArray:
         """Return the routes of a row's tokens, [length, layers, k]."""

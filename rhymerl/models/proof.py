@@ -27,7 +27,6 @@ T = TypeVar("T")
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
 # What rounding may come to, as a share of the largest value. Some layers compute in float32 in any case; models of 16
 # bits are computed in float32, unless they are sharded.
-# Of the largest state. Layers that go from token to token compute in float32 in a float64 model, too.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
 _OF_HYBRIDS = WITHOUT_KEYS | {"hybrid"}  # some go from token to token, some look at nothing before a token

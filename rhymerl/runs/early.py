@@ -46,19 +46,23 @@ def _check_packages(config: dict[str, Any]) -> None:
 
 
 def _check_data(config: dict[str, Any]) -> None:
-    column, spec = find(config, "data.prompt_column"), find(config, "rewards")
+    column = find(config, "data.prompt_column")
     look_in_current_directory()
-    is_plain = not any(
-        mark in repr(spec) for mark in ("${", "_target_")
-    )  # else it is built from other settings, or by a class
-    is_told = spec is not ABSENT and is_plain and find(config, "data.filter_overlong_prompts") is not True
-    rewards = build_rewards(spec) if is_told else []
+    rewards = _rewards_of(config)
     for setting, source in _sources(config):
         if is_data_set(source):
             require_package("datasets", f"{setting}={source!r}: reading it")
         else:
             rows = read_rows(source, setting, only_first=_num_rows(config, setting))
             _check_rows(rows, PROMPT_COLUMN if column is ABSENT else column, rewards)
+
+
+def _rewards_of(config: dict[str, Any]) -> list[Reward]:
+    """Return the rewards as they are written; none where settings or classes make them, or rows will be left out."""
+    spec = find(config, "rewards")
+    is_made_later = spec is ABSENT or any(mark in repr(spec) for mark in ("${", "_target_"))
+    leaves_rows_out = find(config, "data.filter_overlong_prompts") is True
+    return [] if is_made_later or leaves_rows_out else build_rewards(spec)
 
 
 def _num_rows(config: dict[str, Any], setting: str) -> int:

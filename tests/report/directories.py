@@ -12,6 +12,7 @@ import numpy as np
 
 from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.history import HistoryStore
+from rhymerl.report import write_report
 from rhymerl.report.steps import STEPS, StepFile
 from rhymerl.testing import make_answer
 from rhymerl.types import Prompt
@@ -168,3 +169,8 @@ def data_of(page: str) -> dict[str, Any]:
     start = page.index('id="data">') + len('id="data">')
     found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(page[start : page.index("</script>", start)])))
     return found
+
+
+def page_of(*runs: Path, out: Path) -> str:
+    write_report(runs, out)
+    return out.read_text()

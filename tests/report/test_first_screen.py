@@ -7,8 +7,8 @@ import re
 import time
 from pathlib import Path
 
-from tests.report.directories import make_run
-from tests.report.test_page import Parsed, page_of
+from tests.report.directories import make_run, page_of
+from tests.report.test_page import Parsed
 
 
 def test_the_header_says_what_ran_where_when_and_by_which_words(tmp_path: Path) -> None:
