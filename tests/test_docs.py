@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -227,10 +228,16 @@ BACKENDS = {
 }  # that a page is about
 
 
+@cache
+def settings_with(backend: str) -> dict[str, Any]:
+    """Compose what a quickstart on a backend has, with the settings of distillation too."""
+    config = resolved(compose("quickstart", [f"backend={backend}"]))
+    return config | {"algo": config["algo"] | resolved(compose("quickstart", ["algo=distill"]))["algo"]}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_exist(page: Path) -> None:
-    config = resolved(compose("quickstart", [f"backend={BACKENDS[page.name]}"] if page.name in BACKENDS else []))
-    config["algo"] |= resolved(compose("quickstart", ["algo=distill"]))["algo"]
+    config = settings_with(BACKENDS.get(page.name, "embedded"))
     sections = "|".join(name for name, value in config.items() if isinstance(value, dict))
     unknown = []
     spans = code_spans(page)

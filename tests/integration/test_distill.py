@@ -34,9 +34,10 @@ def distil(settings: list[str], teacher_dir: Path) -> list[str]:
     return [*settings, "algo=distill", f"teacher.path={teacher_dir}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [["rollout.top_p=0.8"], pytest.param(["algo.over=vocabulary", "algo.reward_weight=0.5"], marks=pytest.mark.slow)],
+    [["rollout.top_p=0.8"], ["algo.over=vocabulary", "algo.reward_weight=0.5"]],
     ids=["sampled", "vocabulary"],
 )
 def test_killed_in_a_rollout_and_resumed_it_is_the_whole_run(more, distil, tmp_path, rhymerl: Run):

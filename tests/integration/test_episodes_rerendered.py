@@ -229,7 +229,8 @@ def chat_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
 def test_killed_at_any_instant_it_resumes_bit_for_bit(seed, settings, chat_model, whole_dir, tmp_path, rhymerl):
     settings = [*settings, *EPISODES, f"model.path={chat_model}"]
     whole = made_once(whole_dir, words_for(settings, whole_dir), rhymerl)
