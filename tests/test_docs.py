@@ -26,6 +26,7 @@ from rhymerl.schedulers import SortedScheduler
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import tiny_policy
 from rhymerl.training.evaluation import EvaluationSettings
+from rhymerl.training.settings import UpdateSettings
 from tests.documents import PAGES, ROOT, blocks, code_spans, prose, reader_in, table_after, write_files
 from tests.environments.families import save_model
 from tests.environments.worlds import Counts
@@ -353,6 +354,7 @@ def names_logged_with(algorithm: Algorithm, environment: Environment | None = No
             group_size=2, max_tokens=8, temperature=0.01, top_k=9, stop_token_ids=(3, 5, 7, 9, 11, 13)
         ),
         evaluation=EvaluationSettings(samples=2),
+        update=UpdateSettings(router_aux_loss_coef=0.001),
         scheduler=SortedScheduler(),
         environment=environment,
         rewards=Reward(lambda completion: float(len(completion)), name="length", where="main"),

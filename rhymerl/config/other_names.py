@@ -19,6 +19,7 @@ TRL = {
     "max_grad_norm": "update.max_grad_norm",
     "num_iterations": "update.epochs",
     "gradient_checkpointing": "update.activation_checkpointing",
+    "router_aux_loss_coef": "update.router_aux_loss_coef",
     "epsilon": "algo.clip_low",
     "epsilon_high": "algo.clip_high",
     "beta": "algo.kl_coef",

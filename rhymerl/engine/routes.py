@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rhymerl.models.routing import routed, routers_of
+from rhymerl.models.routing import has_unread_routers, routed, routers_of
 from rhymerl.replayed import RouteArray
 from rhymerl.types import IndexArray
 
@@ -26,6 +26,8 @@ class RouteStore:
     def __init__(self, model: nn.Module, num_slots: int) -> None:
         self._name = type(model).__name__
         self._routers = routers_of(model)
+        if has_unread_routers(model):
+            self._warn()
         self._num_slots = num_slots
         self._routes: Tensor | None = None  # [num_slots, layers, k] 1 + each expert's number, from the first pass on
         self.known: RouteArray | None = None  # [N, layers, k] experts that the next pass takes; 0 = routers choose
@@ -44,9 +46,7 @@ class RouteStore:
         with routed(self._routers, None if known is None else torch.from_numpy(known).to(slots.device)) as routing:
             yield
         if len(routing.chosen) < len(self._routers):
-            _log.warning(
-                "%s: its experts are chosen by something that is not read, so no update can take the same", self._name
-            )
+            self._warn()
             self._routers = []
             return
         chosen = torch.stack([routing.chosen[layer] for layer in range(len(self._routers))], 1) + 1
@@ -54,6 +54,11 @@ class RouteStore:
             dtype = torch.uint8 if routing.num_experts < 256 else torch.int16
             self._routes = torch.zeros(self._num_slots, *chosen.shape[1:], dtype=dtype, device=slots.device)
         self._routes[slots] = chosen.to(self._routes.dtype)
+
+    def _warn(self) -> None:
+        _log.warning(
+            "%s: its experts are chosen by something that is not read, so no update can take the same", self._name
+        )
 
     def at(self, slots: IndexArray) -> RouteArray:
         """Return the routes of the tokens in these slots, [n, layers, k]."""

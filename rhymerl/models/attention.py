@@ -1,6 +1,7 @@
 """What a layer needs of attention beside the causal mask: a window or chunks, scores that are soft-capped, sinks.
 
-Each layer says what it needs when it calls transformers' attention interface; of chunks alone only its config knows.
+Each layer says what it needs when it calls transformers' attention interface; of chunks, and of the windows of some
+models (Qwen2-MoE), only its config knows.
 Proofs compare that with the model's own forward.
 """
 
@@ -41,7 +42,7 @@ class LayerAttention:
         cls, window: int | None, softcap: float | None, sinks: Tensor | None, module: nn.Module | None = None
     ) -> LayerAttention:
         """Return it for what a layer hands to transformers' attention interface, and for the layer itself."""
-        seen = chunk_of(module) if window is None else window
+        seen = unsaid_window(module) if window is None else window
         if seen is None and softcap is None and sinks is None:
             return FULL
         return cls(window=seen, softcap=softcap, sinks=sinks)
@@ -55,13 +56,14 @@ class LayerAttention:
 FULL = LayerAttention()
 
 
-def chunk_of(layer: Any) -> ChunkedWindow | None:
-    """Return the chunks of a layer that sees no other, of which it hands nothing but a mask to the interface."""
-    config = getattr(layer, "config", None)
+def unsaid_window(layer: Any) -> int | ChunkedWindow | None:
+    """Return the window or chunks of a layer that hands nothing but a mask of them to the interface."""
+    config: Any = getattr(layer, "config", None)
     kinds = getattr(config, "layer_types", None)
-    if config is None or not kinds or kinds[layer.layer_idx] != "chunked_attention":
-        return None
-    return ChunkedWindow(config.attention_chunk_size)
+    kind = kinds[layer.layer_idx] if kinds else None
+    if kind == "chunked_attention":
+        return ChunkedWindow(config.attention_chunk_size)
+    return config.sliding_window if kind == "sliding_attention" else None
 
 
 def at_positions(layer: Any, query: Tensor, positions: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from rhymerl.models.decoder import decoder_of
 from rhymerl.models.logits import transform_of
 from rhymerl.models.policy import evaluating, named, refusing
 from rhymerl.models.precision import computing_in
-from rhymerl.models.recurrent import WITHOUT_KEYS
+from rhymerl.models.recurrent import RECURRENT, WITHOUT_KEYS
 from rhymerl.models.sharding import call, forget_passes, whole
 from rhymerl.models.shared_prefixes import packed_states, place_runs, sharing
 
@@ -29,7 +29,7 @@ _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3
 # bits are computed in float32, unless they are sharded.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 _KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
-_OF_HYBRIDS = WITHOUT_KEYS | {"hybrid"}  # some go from token to token, some look at nothing before a token
+_OF_HYBRIDS = WITHOUT_KEYS | RECURRENT  # some go from token to token, some look at nothing before a token
 _LARGE = 1000.0  # logits far beyond the caps that models have, which leave small ones nearly as they are
 
 
@@ -51,7 +51,8 @@ def _check_windows(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     for name in ("sliding_window", "attention_chunk_size"):
         value = getattr(config, name, None)
-        if value is not None and value < 1:
+        has_windows = getattr(config, "layer_types", None) is None or set(config.layer_types) != {"full_attention"}
+        if value is not None and value < 1 and has_windows:  # Qwen2-MoE without windows says 0
             raise ConfigError(
                 f"{named(model)}: {name}={value} in its config.json; expected at least 1, or null for none"
             )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rhymerl.types import IndexArray
 
 WITHOUT_KEYS = frozenset({"conv", "linear_attention", "mlp", "moe"})  # kinds of layers of hybrids
+RECURRENT = frozenset({"conv", "linear_attention", "hybrid"})  # those with a state that goes from token to token
 # What modules say of the numbers in the state of a gated delta net, and of Mamba 2.
 _SIZES = (("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "head_dim", "ssm_state_size"))
 

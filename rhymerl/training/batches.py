@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rhymerl.algos.base import Batch
+from rhymerl.errors import RunError
 from rhymerl.models.padding import best_starts
 from rhymerl.models.shared_prefixes import of_one_prompt, side_by_side
+from rhymerl.replayed import RouteArray
 from rhymerl.types import Sample
 
 _OVERHEAD_TOKENS = 512  # what an empty micro-batch costs on a CPU: its many small operations
@@ -59,6 +62,19 @@ def _turn_rewards(samples: Sequence[Sample], width: int) -> Tensor | None:
         for turn in sample.completion.output.turns:
             found[i, turn.start - 1] += sample.turn_weight * (turn.reward or 0.0)
     return found
+
+
+def trained_routes(samples: Sequence[Sample], mask: npt.NDArray[np.bool_]) -> RouteArray:
+    """Return the experts of the positions in front of trained tokens, [tokens, layers, k]; `mask` is [B, T]."""
+    found: list[RouteArray] = []
+    for sample, line in zip(samples, mask, strict=True):
+        for part in sample.segments:
+            if part.routes is None:
+                raise RunError(
+                    "update.router_aux_loss_coef: nothing says which experts computed the tokens; expected 0"
+                )
+            found.append(part.routes[len(part.prompt) - 1 : -1][line[part.start :][: len(part.token_ids)]])
+    return np.concatenate(found)
 
 
 def total_tokens(sample: Sample) -> int:

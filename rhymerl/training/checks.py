@@ -88,6 +88,11 @@ def check_algorithm(algo: Algorithm, *, rollout: RolloutSettings, update: Update
             f"update.router_replay=true: {type(backend).__name__} cannot say which experts computed a token; expected null or false, or "
             "an embedded engine"
         )
+    if update.router_aux_loss_coef and not backend.says_routes:
+        raise ValueError(
+            f"update.router_aux_loss_coef={update.router_aux_loss_coef}: {type(backend).__name__} cannot say which experts computed a "
+            "token, and so not how they are loaded; expected 0, or an embedded engine"
+        )
     if rollout.temperature == 0:
         raise ValueError(
             "rollout.temperature=0: greedy answers of a group are all the same, so nothing can be learned from them; "

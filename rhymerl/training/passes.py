@@ -105,3 +105,9 @@ def _dealt(parts: Sequence[Unit], num_ranks: int) -> list[list[int]]:
 def _tokens(samples: Sequence[Sample], mine: Sequence[int]) -> int:
     """Return how many tokens a rank computes; shared ones count once."""
     return sum(part.tokens for part in units(samples, mine, max_tokens=None, shares=True))
+
+
+def split_behind(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Split [B, T + 1] into the tokens, [B, T] with zeros in the padding, and what is behind the last one, [B]."""
+    is_behind = torch.arange(found.shape[1]) == torch.tensor(lengths)[:, None]
+    return found.masked_fill(is_behind, 0)[:, :-1], found[is_behind]

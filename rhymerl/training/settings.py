@@ -21,7 +21,7 @@ from rhymerl.models.decoder import decoder_of
 from rhymerl.models.policy import is_random, named
 from rhymerl.models.proof import prove_sharing, prove_update
 from rhymerl.models.rope import refuse_changing_rope
-from rhymerl.models.routing import routers_of
+from rhymerl.models.routing import has_balance_loss, routers_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ class UpdateSettings:
     `max_grad_norm` 0 clips nothing; policy and critic are clipped apart. With `share_prefixes` a prompt, and the shared
     prefixes of its answers, are computed once in a micro-batch, if the model's attention allows it; the gradient is the
     same. With `router_replay` the experts that computed a token when it was sampled compute it in the update too, with
-    weights that are computed anew (None: where the backend says which); without, they are only compared.
+    weights that are computed anew (None: where the backend says which); without, they are only compared. With
+    `router_aux_loss_coef` so many times the model's own loss that balances its experts is added.
     """
 
     learning_rate: float = at_least(0, 1e-6)
@@ -59,6 +60,7 @@ class UpdateSettings:
     offload_optimizer: bool = False
     share_prefixes: bool = True
     router_replay: bool | None = None
+    router_aux_loss_coef: float = at_least(0, 0.0)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -81,7 +83,12 @@ class UpdateSettings:
         refuse_changing_rope(model, longest_tokens)
         if self.router_replay and not routers_of(model):
             raise ConfigError(
-                f"update.router_replay=true: {type(model).__name__} has no routers that choose among experts; expected null or false"
+                f"update.router_replay=true: {type(model).__name__} has no routers whose choice of experts is read; expected null or false"
+            )
+        if self.router_aux_loss_coef and not has_balance_loss(model):
+            raise ConfigError(
+                f"update.router_aux_loss_coef={self.router_aux_loss_coef}: {type(model).__name__} has no loss that balances experts; "
+                "expected 0"
             )
         if self.activation_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(

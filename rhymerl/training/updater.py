@@ -26,13 +26,13 @@ from rhymerl.models.cudnn import without_cudnn_attention
 from rhymerl.models.logprobs import TokenBatch, hidden_states, policy_output, token_batch, token_logprobs
 from rhymerl.models.lora import without_adapters
 from rhymerl.models.policy import evaluating, is_random
-from rhymerl.models.routing import Routing, routed, routers_of
+from rhymerl.models.routing import Routing, expert_loads, routed, routers_of
 from rhymerl.models.sharding import call, is_sharded, sum_replicas, whole
 from rhymerl.models.shared_prefixes import sharing
-from rhymerl.training.batches import passes_of, step_batch
-from rhymerl.training.passes import balance_samples, over_samples
+from rhymerl.training.batches import passes_of, step_batch, trained_routes
+from rhymerl.training.passes import balance_samples, over_samples, split_behind
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.types import Sample
+from rhymerl.types import FloatArray, Sample
 
 _ORDER, _DROPOUT = 0, 1  # what random numbers are for
 # What a pass fills in, and the name of its time; in this order on every rank.
@@ -154,7 +154,7 @@ class Updater:
                     whole = batch.behaviour_logprobs.clone()  # where nothing is asked, because it is known
                     found = self._pass(need, [samples[i] for i in asked])
                     if need == "values" and self._values_behind:
-                        found, final = _split(found, [len(samples[i]) for i in asked])
+                        found, final = split_behind(found, [len(samples[i]) for i in asked])
                         batch = replace(batch, final_values=final)
                     whole[asked, : found.shape[1]] = found
                     found_in: Any = {column: whole}
@@ -264,7 +264,11 @@ class Updater:
         totals = Totals(num_tokens=max(1, int(work.batch.mask[chosen].sum())), num_samples=len(chosen))
         dealt = balance_samples(work.samples, chosen, self.ranks.size, shares=self.shares_prefixes)
         work.optimizer.zero_grad()
-        metrics = self._backward(work, dealt, totals)
+        loads = None
+        if self.settings.router_aux_loss_coef:
+            routes = trained_routes([work.samples[i] for i in chosen], work.batch.mask[chosen].numpy())
+            loads = expert_loads(routes, self._routers)
+        metrics = self._backward(work, dealt, totals, loads)
         self._sum_gradients([p for each in self._trained(work).values() for p in each])
         of_all = self._step(work)
         return {**metrics, **of_all} if self.ranks.rank == 0 else metrics
@@ -282,7 +286,9 @@ class Updater:
         else:
             self.ranks.sum_gradients(parameters)
 
-    def _backward(self, work: _Work, dealt: Sequence[list[int]], totals: Totals) -> dict[str, float]:
+    def _backward(
+        self, work: _Work, dealt: Sequence[list[int]], totals: Totals, loads: FloatArray | None
+    ) -> dict[str, float]:
         """Add up gradients of the samples of this rank; returns their metrics, none where there are no samples."""
         collected: list[Mapping[str, Tensor]] = []
         most, shares = self.settings.micro_batch_tokens, self.shares_prefixes
@@ -291,17 +297,17 @@ class Updater:
                 self.ranks.check()
                 samples = [work.samples[i] for i in each.samples]
                 tokens = token_batch(samples, self.model.device, shares=shares)
-                with self._routed(tokens) as routing:
+                with self._routed(tokens, loads) as routing:
                     loss, metrics = self._loss(work, each.samples, tokens, totals, routing)
                     self.backward(0.0 * loss if each.is_idle else loss)
                 if not each.is_idle:
                     collected.append(metrics)
         return _merged([{name: float(m[name]) for name in m} for m in collected], mean=False)
 
-    def _routed(self, tokens: TokenBatch) -> AbstractContextManager[Routing]:
+    def _routed(self, tokens: TokenBatch, loads: FloatArray | None = None) -> AbstractContextManager[Routing]:
         """Context in which the policy's passes over these tokens, and their backward, take the experts of sampling."""
         routers = () if tokens.routes is None else self._routers
-        return routed(routers, tokens.routes, replays=self.settings.router_replay is not False)
+        return routed(routers, tokens.routes, replays=self.settings.router_replay is not False, loads=loads)
 
     def _loss(
         self, work: _Work, part: Sequence[int], tokens: TokenBatch, totals: Totals, routing: Routing
@@ -324,10 +330,18 @@ class Updater:
             known = torch.where(is_asked, output.logprobs.detach(), mine.behaviour_logprobs)
             mine = replace(mine, proximal_logprobs=known, awaits_proximal=False)
         loss, metrics = self.algorithm.loss(mine, output, totals)
-        if routing.differs is None:
-            return loss, metrics
-        differs = tokens.scatter(routing.differs[tokens.indices].to(output.logprobs.dtype))
-        return loss, {**metrics, "sampling/routed_otherwise_frac": masked_sum(differs, mine.mask) / totals.num_tokens}
+
+        def mean(values: Tensor) -> Tensor:
+            of_tokens = tokens.scatter(values[tokens.indices].to(output.logprobs.dtype))
+            return masked_sum(of_tokens, mine.mask) / totals.num_tokens
+
+        if routing.differs is not None:
+            metrics = {**metrics, "sampling/routed_otherwise_frac": mean(routing.differs)}
+        if routing.balance is not None:
+            balance = mean(routing.balance)
+            metrics = {**metrics, "router_aux_loss": balance.detach()}
+            loss = loss + self.settings.router_aux_loss_coef * balance
+        return loss, metrics
 
     def _checkpointing(self) -> AbstractContextManager[None]:
         """Context in which the layers of the models keep their inputs only.
@@ -357,12 +371,6 @@ class Updater:
     def _clip(self, parameters: Iterable[nn.Parameter]) -> float:
         """Clip the gradient's norm in place; returns the norm before."""
         return float(whole(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf)))
-
-
-def _split(found: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Split [B, T + 1] into the tokens, [B, T] with zeros in the padding, and what is behind the last one, [B]."""
-    is_behind = torch.arange(found.shape[1]) == torch.tensor(lengths)[:, None]
-    return found.masked_fill(is_behind, 0)[:, :-1], found[is_behind]
 
 
 def _is_sampled_by(version: int, sample: Sample) -> bool:

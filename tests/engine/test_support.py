@@ -125,8 +125,8 @@ def test_rounding_is_no_reason_to_refuse(dtype, factor):
         assert torch.equal(each, weights[name])
 
 
-# Its layers hide what is behind a window in their masks alone, and do not say so to the attention.
-WINDOW_IN_MASKS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+# Its layers hide what is behind a window in their masks alone, and no config says which layers these are.
+WINDOW_IN_MASKS = {"sliding_window": 8}
 LIGHTNING = {"layer_types": ["linear_attention", "full_attention"]}
 
 
@@ -141,8 +141,8 @@ LIGHTNING = {"layer_types": ["linear_attention", "full_attention"]}
         ("jamba", {}, "ValueError"),
         ("mamba", {}, "log-probs of a packed token tree differ"),
         (
-            "qwen2_moe",
-            {**WINDOW_IN_MASKS, "num_experts": 2, "num_experts_per_tok": 1},
+            "phimoe",
+            {**WINDOW_IN_MASKS, "num_local_experts": 2, "num_experts_per_tok": 1},
             "log-probs of a packed token tree differ",
         ),
     ],

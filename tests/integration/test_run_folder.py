@@ -54,9 +54,8 @@ def test_many_that_begin_at_once_leave_one_run(settings: list[str], tmp_path: Pa
     [
         ["rewards=null", "task=null"],
         ["backend.kv_tokens=8"],
-        ["model.init={model_type: qwen2_moe, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
-         "num_attention_heads: 4, use_sliding_window: true, sliding_window: 4, max_window_layers: 2, num_experts: 2, "
-         "num_experts_per_tok: 1, max_position_embeddings: 128}", "model.path=null"],
+        ["model.init={model_type: nemotron, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+         "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 128}", "model.path=null"],
     ],
     ids=["settings", "lengths", "what the engine cannot run"],
 )  # fmt: skip

@@ -50,13 +50,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "exaone_moe": _SMALL_EXPERTS,
     "afmoe": _SMALL_EXPERTS,
     "phimoe": {**_EXPERTS, **_WINDOW},
-    "qwen2_moe": {
-        **_SMALL_EXPERTS,
-        **_WINDOW,
-        "use_sliding_window": True,
-        "max_window_layers": 1,
-        "shared_expert_intermediate_size": 16,
-    },
     "deepseek_v32": LATENT,
     "jamba": _EXPERTS,
     "minimax": _EXPERTS,

@@ -143,6 +143,12 @@ def test_families_that_it_cannot_train_are_named_with_the_reason(model_type, set
     assert "\n" not in str(error.value)
 
 
+def test_a_window_of_nothing_that_no_layer_has_is_none():
+    model = small_model("qwen2_moe", num_experts=2, num_experts_per_tok=1)
+    assert model.config.sliding_window == 0
+    prove_update(model)
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [

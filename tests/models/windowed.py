@@ -17,6 +17,14 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {},
     "ministral": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    },
     "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
     "gemma3_text": {
         "query_pre_attn_scalar": 8,

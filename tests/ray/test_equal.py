@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,3 +111,21 @@ def test_adapters_give_workers_the_weights_that_one_process_has(tmp_path):
     fit(tmp_path / "run", "run_ahead=draft", "workers=2", *adapter)
     assert answers(tmp_path / "run") == answers(tmp_path / "alone")
     assert furthest(weights(tmp_path / "run"), weights(tmp_path / "alone")) < 1e-9
+
+
+def test_the_experts_of_sampling_travel_with_answers(tmp_path):
+    """The update's routers choose what those of the workers have chosen with the same weights; here in float32."""
+    sizes = "hidden_size: 32, moe_intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 4, head_dim: 8"
+    experts = "num_experts: 8, num_experts_per_tok: 2, num_key_value_heads: 2, initializer_range: 0.3"
+    model = f"model.init={{model_type: qwen3_moe, {sizes}, {experts}, max_position_embeddings: 128}}"
+    words = ["model.path=null", model, "model.dtype=float32", "trainer.precision=32-true"]
+    words += ["run_ahead=draft", "workers=2", "scheduler=histopipe"]
+    fit(tmp_path / "run", *words, "update.router_replay=true", "trainer.max_steps=4", "update.learning_rate=1e-2")
+    with gzip.open(tmp_path / "run" / "steps.jsonl.gz", "rt") as file:
+        steps = [json.loads(line)["metrics"] for line in file]
+    found = [each["sampling/routed_otherwise_frac"] for each in steps]
+    print(found)
+    assert len(found) == 4
+    assert max(found) < 0.005, (
+        "rounding decides few close choices, and misplaced routes would be others for most tokens"
+    )

@@ -118,9 +118,8 @@ def test_scores_that_are_left_as_they_are_are_found_out(family, monkeypatch):
 
 
 def test_a_model_whose_layers_do_not_say_their_window_computes_row_by_row_and_says_why(caplog):
-    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
-    model = small_model("qwen2_moe", **experts, **window)
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+    model = small_model("phimoe", **experts, sliding_window=16)
     with caplog.at_level("WARNING"):
         assert not UpdateSettings().prove(model, 64)
     assert "its states behind a shared prompt are others" in caplog.text

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
@@ -25,6 +26,7 @@ from rhymerl.backends.sglang.session_settings import SessionSettings
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, ConfigError, require_package
 from rhymerl.models.policy import Policy
+from rhymerl.models.recurrent import RECURRENT
 
 _log = logging.getLogger(__name__)
 _EVEN = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"  # refuses GPUs of which one has less free memory: the trainer's has
@@ -37,6 +39,24 @@ def require_sglang(*, memory_saver: bool) -> None:
     if memory_saver and importlib.util.find_spec("torch_memory_saver") is None:
         raise ConfigError(
             "backend.release_memory=true: expected torch_memory_saver to be installed, which comes with sglang"
+        )
+
+
+def check_layers(model: PreTrainedModel, *, on_cpu: bool, drafts: bool) -> None:
+    """Raise ConfigError for layers with a recurrent state on a CPU; elsewhere say what no run has shown of them."""
+    config = model.config.get_text_config()
+    if not RECURRENT.intersection(getattr(config, "layer_types", None) or ()):
+        return
+    if on_cpu:
+        raise ConfigError(
+            f"backend=sglang: {config.model_type} has layers with a recurrent state, which SGLang does not run on a CPU; expected "
+            "backend=embedded"
+        )
+    if drafts:
+        _log.warning(
+            "backend=sglang: %s has layers with a recurrent state, with which drafts in SGLang have not been tested; drafter=none does "
+            "without them, and with backend=embedded they change no token",
+            config.model_type,
         )
 
 
@@ -69,6 +89,7 @@ class OwnEngine:
     def __post_init__(self) -> None:
         self.restarts_left = self.settings.restarts
         self._on_cpu = self.policy.device.type == "cpu"
+        check_layers(self.policy.model, on_cpu=self._on_cpu, drafts=self.settings.n > 1)
         self._start()
 
     def _start(self) -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.own import require_sglang
+from rhymerl.backends.sglang.own import check_layers, require_sglang
 from rhymerl.backends.sglang.plugin.names import VARIABLE
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.drafts import Draft
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
-from rhymerl.testing import make_requests
+from rhymerl.testing import make_requests, tiny_policy
 from tests.backends.sglang.test_server import ENVIRONMENT, PATH, gone
 from tests.backends.sglang.test_session import all_of, assert_whole, synced
 
@@ -301,3 +301,19 @@ def test_without_sglang_it_is_said_how_to_install_it(flat_policy, monkeypatch):
     require_sglang(memory_saver=False)
     with pytest.raises(ConfigError, match=r"backend\.release_memory=true: expected torch_memory_saver"):
         require_sglang(memory_saver=True)
+
+
+def test_recurrent_layers_are_refused_on_a_cpu_and_drafts_with_them_are_told(caplog: pytest.LogCaptureFixture):
+    """SGLang 0.5.21 ends with "extra_buffer needs CUDA/MUSA/NPU/ROCm/XPU (FLA)" there."""
+    settings = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": ["linear_attention"] * 2}
+    hybrid = tiny_policy("qwen3_5_text", dtype="float32", **settings)
+    with SGLangBackend() as backend, pytest.raises(ConfigError) as error:
+        backend.start(hybrid, NoDrafter())
+    words = "backend=sglang: qwen3_5_text has layers with a recurrent state, "
+    assert str(error.value) == words + "which SGLang does not run on a CPU; expected backend=embedded"
+    for model, drafts in ((hybrid.model, False), (tiny_policy().model, True)):
+        check_layers(model, on_cpu=False, drafts=drafts)
+    assert caplog.messages == []
+    check_layers(hybrid.model, on_cpu=False, drafts=True)
+    (told,) = caplog.messages
+    assert told.startswith(words + "with which drafts in SGLang have not been tested")
