@@ -32,12 +32,10 @@ class Weight:
 
     @property
     def count(self) -> int:
-        """Return its number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all of it."""
         return self.count * self.itemsize
 
     def part(self, num_shards: int) -> int:
@@ -129,7 +127,6 @@ class ModelShape:
 
     @property
     def attention(self) -> int:
-        """Return the width of attention: query heads times their size."""
         return self.heads * self.head_size
 
 

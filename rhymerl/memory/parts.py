@@ -26,7 +26,6 @@ class RankMemory:
 
     @property
     def models(self) -> int:
-        """Return the bytes of all weights."""
         return sum(self.parts[name] for name in _MODELS)
 
     @property

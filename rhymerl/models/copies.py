@@ -29,12 +29,10 @@ def policy_of(
     return Policy(model=model.to(place), tokenizer=tokenizer, trained_on=elsewhere)
 
 
-def twin_of(policy: Policy) -> Policy:
-    """Return a policy of the same architecture and device, whole and without adapters; its weights come later."""
-    model = policy.model
-    return policy_of(
-        policy.files(), dtype=model.dtype, attention=model.config._attn_implementation, device=model.device
-    )
+def twin_of(policy: Policy, *, in_host: bool = False) -> Policy:
+    """Return a policy of the same architecture and device, whole and without adapters; see `policy_of`."""
+    model, attention = policy.model, policy.model.config._attn_implementation
+    return policy_of(policy.files(), dtype=model.dtype, attention=attention, device=model.device, in_host=in_host)
 
 
 def copy_weights(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:

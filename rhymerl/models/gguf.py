@@ -53,7 +53,6 @@ class GGUFHeader:
 
     @property
     def ends(self) -> list[int]:
-        """The tokens that end an answer."""
         return sorted({self.metadata[name] for name in (_END, *_ENDS_OF_TURNS) if name in self.metadata})
 
 

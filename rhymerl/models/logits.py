@@ -26,7 +26,6 @@ class LogitTransform:
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are the products."""
         return self.scale == 1 and self.cap is None
 
     def __call__(self, products: Tensor) -> Tensor:

@@ -103,7 +103,6 @@ class LowRank:
     scaling: float
 
     def parts(self) -> dict[str, Tensor]:
-        """Return its tensors by name."""
         return {"a": self.a, "b": self.b}
 
     def added_to(self, weight: Tensor) -> Tensor:
@@ -239,7 +238,6 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _own_names(layer_name: str, layer: Any) -> Iterator[str]:
-    """Yield the names of the adapters' tensors in a layer."""
     for part in layer.adapter_layer_names:
         for name in getattr(layer, part).state_dict():
             yield f"{layer_name}.{part}.{name}"

@@ -110,7 +110,9 @@ class Policy:
 
     def save(self, directory: str | Path) -> None:
         """Write a directory that plain `transformers` loads."""
-        _save(self.model, directory)
+        self.model.save_pretrained(
+            directory, state_dict=dict(with_adapters(self.model, self.model.state_dict().items()))
+        )
         self._save_others(directory)
 
     def files(self) -> dict[str, str]:
@@ -175,10 +177,6 @@ def _inside(directory: Path, name: str) -> Path:
     if Path(name).suffix not in _SUFFIXES:
         raise ConfigError(f"policy file {name!r}: no file of a config or a tokenizer ({', '.join(_SUFFIXES)})")
     return directory / name
-
-
-def _save(model: PreTrainedModel, directory: str | Path) -> None:
-    model.save_pretrained(directory, state_dict=dict(with_adapters(model, model.state_dict().items())))
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:

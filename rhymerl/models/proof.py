@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from rhymerl.models.precision import computing_in
 from rhymerl.models.recurrent import RECURRENT, WITHOUT_KEYS
 from rhymerl.models.sharding import call, forget_passes, whole
 from rhymerl.models.shared_prefixes import packed_states, place_runs, sharing
-
-T = TypeVar("T")
 
 _NEEDED = "a causal decoder with plain output embeddings is needed (Qwen2, Qwen3, Llama, ...)"
 # What rounding may come to, as a share of the largest value. Some layers compute in float32 in any case; models of 16
@@ -121,7 +119,7 @@ def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtyp
     placed = place_runs([prompts[number] for number, _ in answers], tokens, body.device)
     try:
         with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), computing_in(dtype, body):
-            run = partial(call, model) if model is not None and model is not body else _run
+            run: Any = partial(call, model) if model is not None and model is not body else lambda function: function()
             with sharing([body]):
                 shared = run(lambda: packed_states(body, placed.layout)[0])
             for (number, _), answer, path in zip(answers, tokens, placed.paths, strict=True):
@@ -133,10 +131,6 @@ def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtyp
     except ConfigError as error:
         return str(error)
     return None
-
-
-def _run(function: Callable[[], T]) -> T:
-    return function()
 
 
 def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -99,15 +99,12 @@ def _requirements(extra: str | None) -> list[tuple[str, str]]:
     """Return what the package requires on this machine, or one of its extras, as (name, requirement)."""
     from packaging.requirements import Requirement
 
-    found = []
-    for text in metadata.requires("rhymerl") or ():
-        each = Requirement(text)
-        always = each.marker is None or each.marker.evaluate({"extra": ""})
-        if (always and extra is None) or (
-            not always and extra and each.marker and each.marker.evaluate({"extra": extra})
-        ):
-            found.append((each.name, f"{each.name}{each.specifier}"))
-    return found
+    def is_asked(each: Requirement, extra: str) -> bool:
+        return each.marker is None or each.marker.evaluate({"extra": extra})
+
+    known = map(Requirement, metadata.requires("rhymerl") or ())
+    asked = [each for each in known if is_asked(each, extra or "") and not (extra and is_asked(each, ""))]
+    return [(each.name, f"{each.name}{each.specifier}") for each in asked]
 
 
 def _unmet(requirements: Iterable[tuple[str, str]]) -> list[str]:

@@ -57,7 +57,6 @@ class AnswerTotals:
     acceptance: AcceptanceTotals = field(default_factory=AcceptanceTotals)
 
     def count(self, rollout: Rollout) -> None:
-        """Add some prompts' answers."""
         self.answers += len(rollout.samples)
         self.forward_passes += int(rollout.metrics.get("rollout/passes", 0))
         self.seconds += rollout.metrics["timing_s/rollout"]

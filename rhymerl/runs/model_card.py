@@ -62,16 +62,8 @@ def _head(config: Mapping[str, Any], step: int) -> str:
     lines = ["---", "library_name: transformers", "tags: [rhymerl, reinforcement-learning]"]
     if isinstance(base, str) and _HUB_NAME.fullmatch(base) and not Path(base).exists():
         lines.append(f"base_model: {base}")
-    return "\n".join(
-        [
-            *lines,
-            "---",
-            "",
-            "# Model card",
-            "",
-            f"{name} after {step} rollout steps of {algorithm}, trained with rhymerl {__version__}.",
-        ]
-    )
+    words = f"{name} after {step} rollout steps of {algorithm}, trained with rhymerl {__version__}."
+    return "\n".join([*lines, "---", "", "# Model card", "", words])
 
 
 def _data(config: Mapping[str, Any]) -> str:
@@ -133,7 +125,6 @@ def _draw(run: Run, folder: Path) -> str | None:
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """Return the settings of the training, by section."""
     shown = {name: _shown(config[name]) for name in _SECTIONS if name in config}
     if not shown:
         return ""
@@ -153,7 +144,6 @@ def _shown(value: Any) -> Any:
 
 
 def _rewards(given: Any) -> str:
-    """Return the names of rewards and their functions."""
     if not isinstance(given, Mapping):
         return "those of the task"
     functions = {name: each.get("function") if isinstance(each, Mapping) else each for name, each in given.items()}

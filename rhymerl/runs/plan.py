@@ -70,7 +70,6 @@ def plan(config: DictConfig, *, device_gib: float | None = None) -> Result:
 
 
 def _device_here(config: DictConfig) -> int | None:
-    """Return the memory of the first GPU here, if the run is for one."""
     if config.trainer.get("accelerator") == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)

@@ -241,7 +241,6 @@ class _Running:
 
     @property
     def remaining(self) -> IntArray:
-        """Return the rest of its turn."""
         return self._tokens[self._done : self._end]
 
     @property

@@ -18,20 +18,6 @@ from rhymerl.rewards.failures import Failures
 from rhymerl.rollout import Rollout
 from rhymerl.rollout.metrics import AcceptanceTotals
 
-_STATE = (
-    "eval_before",
-    "eval_after",
-    "first_rewards",
-    "last_rewards",
-    "seconds",
-    "num_steps",
-    "num_tokens",
-    "num_calls",
-    "num_failed_calls",
-    "num_bad_drafts",
-    "num_idle_steps",
-    "num_left_out_steps",
-)
 _WINDOW = 5  # steps at most that make `reward_first` and `reward_last`, which share none
 _LEAST = 3  # reports whose error is known, for an interval
 _FEW = 8  # of these, the median deviation is no measure of how far they are apart
@@ -43,25 +29,27 @@ _NORMAL = 1.960  # standard deviations to each side have 95 % of a normal distri
 _OF_THE_CURVE = 0.05
 
 
+@dataclass(eq=False)
 class Summary(L.Callback):
     """Collects a run's figures. `result()` gives them by the names of summary.json."""
 
-    def __init__(self) -> None:
-        self.eval_before: float | None = None
-        self.eval_after: float | None = None
-        self.first_rewards: list[float] = []
-        self.last_rewards: list[float] = []
-        self.seconds = {"wall": 0.0, "rollout": 0.0, "update": 0.0}
-        self.num_steps = 0
-        self.num_tokens = 0
-        self.num_calls = 0  # of rewards
-        self.num_failed_calls = 0
-        self.num_bad_drafts = 0
-        self.num_idle_steps = 0  # from which nothing could be learned
-        self.num_left_out_steps = 0  # of these: all answers were cut off and left out of the loss
-        self.failures = Failures()  # of the rewards
-        self.acceptance = AcceptanceTotals()
-        self.speedup = SpeedupTotals()
+    eval_before: float | None = None
+    eval_after: float | None = None
+    first_rewards: list[float] = field(default_factory=list)
+    last_rewards: list[float] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"wall": 0.0, "rollout": 0.0, "update": 0.0})
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_calls: int = 0  # of rewards
+    num_failed_calls: int = 0
+    num_bad_drafts: int = 0
+    num_idle_steps: int = 0  # from which nothing could be learned
+    num_left_out_steps: int = 0  # of these: all answers were cut off and left out of the loss
+    failures: Failures = field(default_factory=Failures)  # of the rewards
+    acceptance: AcceptanceTotals = field(default_factory=AcceptanceTotals)
+    speedup: SpeedupTotals = field(default_factory=lambda: SpeedupTotals())
+
+    def __post_init__(self) -> None:
         self._since: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -111,19 +99,12 @@ class Summary(L.Callback):
         self._since = now
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in _STATE},
-            "speculation": asdict(self.acceptance),
-            "speedup": self.speedup.state_dict(),
-            "failures": asdict(self.failures),
-        }
+        return asdict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name in _STATE:
-            setattr(self, name, state_dict[name])
-        self.acceptance = AcceptanceTotals(**state_dict["speculation"])
-        self.speedup = SpeedupTotals(**state_dict["speedup"])
-        self.failures = Failures(**state_dict["failures"])
+        kinds = {"failures": Failures, "acceptance": AcceptanceTotals, "speedup": SpeedupTotals}
+        for name, value in state_dict.items():
+            setattr(self, name, kinds[name](**value) if name in kinds else value)
 
     def result(self) -> dict[str, Any]:
         """Return the figures: `wall_s` is training alone (rollouts, updates, between), rewards average <= 5 steps."""
@@ -210,7 +191,6 @@ class SpeedupTotals:
     num_plain: int = 0  # reports without drafts, of which it is certain
 
     def count(self, metrics: Mapping[str, Any], *, rollout_s: float) -> None:
-        """Add a step, whose own metrics these are."""
         self.unreported_s += rollout_s
         if "rollout/speedup" not in metrics:
             return
@@ -243,10 +223,6 @@ class SpeedupTotals:
         seen = _half_interval(self.errors) * known / (known + self.num_plain) if known else 0.0
         half = hypot(seen, _NORMAL * _OF_THE_CURVE * self.drafted_s / self.rollout_s)
         return Speedup(ratio=ratio, low=ratio * exp(-half), high=ratio * exp(half))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums in plain containers."""
-        return asdict(self)
 
 
 def _half_interval(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -29,17 +30,20 @@ IGNORE = -100
 Precision = Literal["32-true", "bf16-mixed"]  # weights are float32 in both
 
 
+@dataclass(eq=False)
 class DemonstrationLoader:
     """`num_steps` batches of demonstrations; batch `s` follows from (seed, s) alone, so a resumed run sees the same."""
 
-    def __init__(self, task: Task, policy: Policy, *, batch_size: int, num_steps: int, seed: int) -> None:
-        self.task = task
-        self.policy = policy
-        self.encoder = PromptEncoder(policy.tokenizer)
-        self.replies = ReplyEncoder(policy.tokenizer)
-        self.batch_size = batch_size
-        self.num_steps = num_steps
-        self.seed = seed
+    task: Task
+    policy: Policy
+    _: KW_ONLY
+    batch_size: int
+    num_steps: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.encoder = PromptEncoder(self.policy.tokenizer)
+        self.replies = ReplyEncoder(self.policy.tokenizer)
         self.step = 0
 
     def __len__(self) -> int:

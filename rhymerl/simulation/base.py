@@ -74,7 +74,6 @@ class Decoding:
         return int((tokens / cost).argmax())
 
     def pass_cost(self, load: FloatArray) -> FloatArray:
-        """Return the cost of passes that verify so many tokens."""
         return self.costs.seconds(0, load, 0)
 
 

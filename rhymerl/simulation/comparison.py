@@ -25,6 +25,11 @@ from rhymerl.simulation.summary import Window, summary
 from rhymerl.simulation.workload import RecordedLengths
 
 RUN_OUT = 2  # steps beyond the last, so that workers have something to run ahead on until it is done
+# Arguments that are settings of the same names.
+_OF_PIPELINE = ("run_ahead", "max_staleness", "pipeline", "train_time", "weight_delay", "rebalance_every")
+_OF_DECODING = ("max_running", "tokens_per_pass", "verified", "redo_acceptance", "redo_nodes")
+_AT_LEAST_1 = ("workers", "steps", "seeds", "rebalance_every", "tokens_per_pass", "gantt_steps", "max_running")
+_AT_LEAST_0 = ("warm_up", "train_time", "weight_delay", "redo_nodes")
 _COLUMNS = {  # of a table of several
     "speedup_over_fifo": "x FIFO",
     "speedup_over_fifo_barrier": "x barrier",
@@ -138,7 +143,6 @@ def _figures(
     progress: ProgressBar,
     run_ahead: str,
 ) -> tuple[Timeline, dict[str, Any]]:
-    """Return the timeline of a scheduler and its figures."""
     simulated = simulation(config, scheduler, run_ahead=run_ahead)
     timeline = simulated.run(works, progress=progress)
     lengths = np.concatenate([work.lengths for work in works[window.first : window.last]])
@@ -152,16 +156,8 @@ def _figures(
 
 def simulation(config: DictConfig, scheduler: Any, **instead: Any) -> Simulation:
     """Return the configured pipeline with a scheduler, and some arguments other than configured."""
-    configured: dict[str, Any] = {
-        "num_workers": config.workers,
-        "run_ahead": config.run_ahead,
-        "max_staleness": config.max_staleness,
-        "pipeline": config.pipeline,
-        "train_time": config.train_time,
-        "weight_delay": config.weight_delay,
-        "rebalance_every": config.rebalance_every,
-        "decoding": _decoding(config),
-    }
+    configured: dict[str, Any] = {name: config[name] for name in _OF_PIPELINE}
+    configured |= {"num_workers": config.workers, "decoding": _decoding(config)}
     return Simulation(scheduler, **(configured | instead))
 
 
@@ -198,35 +194,15 @@ def draw_gantt(config: DictConfig, barrier: Timeline, timelines: Mapping[str, Ti
 
 def _decoding(config: DictConfig) -> Decoding:
     costs = REFERENCE_COSTS if config.costs is None else construct(CostCurve.read, {"costs": config.costs}, key="")
-    return Decoding(
-        costs=costs,
-        max_running=config.max_running,
-        tokens_per_pass=config.tokens_per_pass,
-        verified=config.verified,
-        redo_acceptance=config.redo_acceptance,
-        redo_nodes=config.redo_nodes,
-    )
+    return Decoding(costs=costs, **{name: config[name] for name in _OF_DECODING})
 
 
 def check(config: DictConfig) -> None:
     """Raise ConfigError for settings that are out of range or contradict one another."""
     modes = {name: config[name] for name in ("run_ahead", "max_staleness", "pipeline")}
     construct(check_modes, modes, key="")
-    limits = {
-        "workers": (config.workers, 1),
-        "steps": (config.steps, 1),
-        "warm_up": (config.warm_up, 0),
-        "seeds": (config.seeds, 1),
-        "train_time": (config.train_time, 0),
-        "weight_delay": (config.weight_delay, 0),
-        "rebalance_every": (config.rebalance_every, 1),
-        "tokens_per_pass": (config.tokens_per_pass, 1),
-        "verified": (config.verified, config.tokens_per_pass),
-        "redo_nodes": (config.redo_nodes, 0),
-        "gantt_steps": (config.gantt_steps, 1),
-    }
-    if config.max_running is not None:
-        limits["max_running"] = (config.max_running, 1)
+    least = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0) | {"verified": config.tokens_per_pass}
+    limits = {name: (config[name], number) for name, number in least.items() if config[name] is not None}
     require_at_least(limits, error=ConfigError)
     if not 0 <= config.redo_acceptance <= 1:
         raise ConfigError(f"redo_acceptance={config.redo_acceptance}: expected 0 to 1")

@@ -53,7 +53,6 @@ class EpisodeCourse:
         self.end = float(self.ends.max(initial=start))
 
     def _of_turns(self, drafts: FloatArray) -> list[list[SimulatedTurn]]:
-        """Return what each turn of each episode takes."""
         first = drafts[: self._decoding.max_running] > 0
         nodes = self._decoding.nodes_that_pay(int(first.sum()), int((~first).sum())) if first.any() else 0
         before = self._tokens.cumsum(1) - self._tokens
@@ -86,7 +85,6 @@ class EpisodeCourse:
             self._times.append(self._now)
 
     def _cost(self) -> float:
-        """Return the cost of the next pass."""
         cost = self._costs.get(self._load)
         if cost is None:
             cost = self._costs[self._load] = float(self._decoding.pass_cost(np.array(self._load)))
@@ -135,7 +133,6 @@ class EpisodeCourse:
         return self._summed(number, np.clip(time - since, 0.0, wait))
 
     def _summed(self, number: FloatArray, values: FloatArray) -> FloatArray:
-        """Return the sum of values by episode, [n]."""
         return np.asarray(np.bincount(number.astype(np.int64), values, minlength=len(self._tokens)), np.float64)
 
 

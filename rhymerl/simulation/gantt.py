@@ -20,6 +20,7 @@ def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
     It has a row a worker and a colour a step, and is white where nothing is done.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 1.2 + 2.9 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -29,10 +30,10 @@ def draw(panels: Mapping[str, Timeline], window: Window, path: Path) -> None:
         axis.set_ylabel("worker")
     axes[-1].set_xlabel("time (passes of an idle engine)")
     steps = range(window.first, window.last)
-    handles = [_patch(color=_COLOURS[step % len(_COLOURS)], label=f"step {step}") for step in steps]
+    handles: list[Any] = [Patch(color=_COLOURS[step % len(_COLOURS)], label=f"step {step}") for step in steps]
     if any(timeline.ahead.any() for timeline in panels.values()):
-        handles.append(_patch(facecolor="white", edgecolor="0.5", hatch="///", label="prefetched, to be sampled again"))
-    handles.append(_patch(facecolor="white", edgecolor="0.5", label="bubble"))
+        handles.append(Patch(facecolor="white", edgecolor="0.5", hatch="///", label="prefetched, to be sampled again"))
+    handles.append(Patch(facecolor="white", edgecolor="0.5", label="bubble"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -59,9 +60,3 @@ def _panel(axis: Any, timeline: Timeline, window: Window) -> None:
         axis.axvline(timeline.done[step] - origin, color="0.25", lw=0.8, ls=":")
     axis.set_ylim(len(workers) - 0.5, -0.5)
     axis.set_xlim(left=0)
-
-
-def _patch(**style: Any) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(**style)

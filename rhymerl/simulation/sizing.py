@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from omegaconf import DictConfig
@@ -106,11 +106,8 @@ def _row(
     progress.advance()
     names = ("step_time", "bubble_frac", "run_ahead_frac", "stale_token_frac", "staleness_max")
     return {
-        "scheduler": way.scheduler,
-        "run_ahead": way.run_ahead,
+        **asdict(way),
         "pipeline": way.pipeline,
-        "trainers": way.trainers,
-        "workers": way.workers,
         "trainer_idle_frac": None if way.trainers is None else max(1 - train_time / figures["step_time"], 0.0),
         **{name: figures[name] for name in names},
     }

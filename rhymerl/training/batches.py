@@ -92,7 +92,6 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        """Return their number of tokens."""
         return self.width + self.extra
 
 

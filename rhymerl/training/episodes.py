@@ -5,9 +5,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from rhymerl.data import PromptDataModule
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.environments.proof import prove
 from rhymerl.errors import ConfigError
@@ -15,29 +14,6 @@ from rhymerl.models.chat import ChatTokenizer
 from rhymerl.models.policy import Policy
 from rhymerl.rollout import RolloutSettings
 from rhymerl.types import Prompt
-
-
-class Agent(Protocol):
-    """The part of a RhymeModule that episodes follow from."""
-
-    policy: Policy
-    rollout: RolloutSettings
-    environment_workers: int
-
-
-def episode_settings(
-    environment: Any, module: Agent, datamodule: PromptDataModule, *, longest_tokens: int
-) -> EpisodeSettings | None:
-    """Return what workers need for episodes; None if answers have one turn. See `checked_episodes`."""
-    return checked_episodes(
-        environment,
-        module.policy,
-        module.rollout,
-        datamodule.prompts,
-        chat=datamodule.chat,
-        longest_tokens=longest_tokens,
-        num_processes=module.environment_workers,
-    )
 
 
 def checked_episodes(

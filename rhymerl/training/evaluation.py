@@ -172,7 +172,6 @@ def _majorities(
 
 
 def _extracted(extract: Extract, text: str) -> object:
-    """Return the extracted answer; None if the extractor fails."""
     found: list[object] = []
     with Attempt():
         answer = extract(text)
@@ -232,12 +231,10 @@ class Evaluator:
         return bool(every and step) and step % every == 0 and self.done_at != step
 
     def begin(self) -> None:
-        """Answers come."""
         self._snapshot = Snapshot(*self._learners)
         self.answered, self._failures = {}, Failures()
 
     def add(self, name: str, result: Rollout) -> None:
-        """Take answers to prompts of the data set `name`."""
         self.answered.setdefault(name, []).extend(result.samples)
         self._failures += result.failures
 

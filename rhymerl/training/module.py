@@ -42,7 +42,7 @@ from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.fifo import FIFOScheduler
 from rhymerl.training.checkpoint import state_in
 from rhymerl.training.checks import check_algorithm, check_answers_fit, check_workers, longest_tokens, warn_of_parts
-from rhymerl.training.episodes import episode_settings
+from rhymerl.training.episodes import checked_episodes
 from rhymerl.training.evaluation import EvaluationSettings, Evaluator, step_name
 from rhymerl.training.given_rewards import RewardTrial, check_tags, checked_rewards
 from rhymerl.training.hyperparameters import arguments_of, refuse_lost
@@ -181,7 +181,8 @@ class RhymeModule(L.LightningModule):
         environment = environment_of(self.environment, datamodule.task)
         needed = longest_tokens(datamodule, **parts, has_environment=environment is not None)
         longest = min(needed, self.policy.context_tokens)
-        self._episodes = episode_settings(environment, self, datamodule, longest_tokens=longest)
+        told: Any = {"chat": datamodule.chat, "longest_tokens": longest, "num_processes": self.environment_workers}
+        self._episodes = checked_episodes(environment, self.policy, self.rollout, datamodule.prompts, **told)
         self.backend.check(longest)
         self.backend.check_drafting(self.drafter, self.budget)
         if self.critic is not None:
@@ -357,7 +358,6 @@ class RhymeModule(L.LightningModule):
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate every `evaluation.every_n_steps` rollout steps, once."""
         if self.evaluator.is_due(self.num_rollouts) and not self.trainer.should_stop:
             validate_within_fit(self.trainer)
 

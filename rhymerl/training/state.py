@@ -85,7 +85,6 @@ class Resumed:
         self._state: Mapping[str, Any] | None = None
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Keep the state of loop and budget from a checkpoint."""
         self._state = {name: state[name] for name in ("budgets", "loop", "classes")}
 
     def restore(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:

@@ -298,7 +298,6 @@ def with_environment(plugins: Sequence[Any] | None) -> list[Any]:
 
 
 def _is_environment(plugin: Any) -> bool:
-    """Return whether a plugin, an object or its node, is a cluster environment."""
     kind = import_target(plugin["_target_"], setting="trainer.plugins") if is_component(plugin) else type(plugin)
     return isinstance(kind, type) and issubclass(kind, ClusterEnvironment)
 

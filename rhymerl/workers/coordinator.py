@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 import numpy as np
 
@@ -38,6 +39,18 @@ class StepRequests:
     def priority(self) -> int:
         """Return the priority, of which the lowest goes first: an evaluation before all steps."""
         return EVALUATION if self.number is None else self.number
+
+    @property
+    def asked(self) -> str:
+        """Return 32 hex digits that say what is asked for: requests, their noise, their sampling, their turns."""
+        digest = hashlib.blake2b(self.episodes.encode(), digest_size=16)
+        sampling: object = None
+        for request in self.requests:
+            if request.sampling is not sampling:
+                sampling = request.sampling
+                digest.update(repr(sampling).encode())
+            digest.update(f"{request.id}\0{request.seed}\0".encode())
+        return digest.hexdigest()
 
     def next_step(self) -> StepRequests:
         """Return the requests of the next step as a step of their own."""
@@ -109,6 +122,7 @@ def wants_progress(scheduler: Scheduler) -> bool:
     return scheduler.migrates or scheduler.observes
 
 
+@dataclass(eq=False)
 class Coordinator:
     """Plans and moves the requests of all workers, as the scheduler decides.
 
@@ -119,32 +133,25 @@ class Coordinator:
     is trained (`works_on`) get that plan also where everything has been answered before anybody asked.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        work: StepRequests,
-        plan: SharedPlan,
-        *,
-        keeps: bool,
-        every: float,
-        clock: Callable[[], float] | None = None,
-        works_on: bool = False,
-    ) -> None:
+    scheduler: Scheduler
+    work: StepRequests
+    plan: InitVar[SharedPlan]
+    _: KW_ONLY
+    keeps: bool
+    every: float
+    clock: Callable[[], float] | None = None
+    works_on: bool = False
+
+    def __post_init__(self, plan: SharedPlan) -> None:
         self.num_moves = 0
-        self._works_on = works_on
-        self._scheduler = scheduler
-        self._requests = work.requests
-        self._step = work.number
-        self._following = work.following
-        self._keeps = keeps
+        self._following = self.work.following
         self._num_calls = 0
-        self._clock = clock or (lambda: self._num_calls)
-        self._every = every
-        self._migrates = self._step is not None and scheduler.migrates
+        self._now = self.clock or (lambda: self._num_calls)
+        self._migrates = self.work.number is not None and self.scheduler.migrates
         self._planned = np.array([len(queue) for queue in plan.queues], np.int64)
         self._left = [dict.fromkeys(queue, 0) for queue in plan.queues]  # by worker: index -> tokens sampled
         self._worker = {index: worker for worker, queue in enumerate(plan.queues) for index in queue}
-        self.asks_at = self._clock() + every  # when the scheduler is asked for moves next, by that clock
+        self.asks_at = self._now() + self.every  # when the scheduler is asked for moves next, by that clock
         self._is_done = False
 
     def decide(self, reports: Sequence[tuple[int, ProgressReport]]) -> Command | None:
@@ -155,13 +162,13 @@ class Coordinator:
         if self._is_done:
             return None
         if not any(self._left):
-            if self._following is not None and self._works_on:
+            if self._following is not None and self.works_on:
                 return self._plan_following(self._following)
             self._is_done = True
             return Command(moves={}, is_done=True)
         if self._following is not None and any(map(self._is_nearly_done, range(len(self._left)))):
             return self._plan_following(self._following)
-        if self._migrates and self._clock() >= self.asks_at:
+        if self._migrates and self._now() >= self.asks_at:
             moves = self._rebalance()
             return Command(moves=moves) if moves else None
         return None
@@ -178,25 +185,25 @@ class Coordinator:
             self._left[self._worker[index]].pop(index, None)
 
     def _plan_following(self, following: Sequence[RolloutRequest]) -> Command:
-        assert self._step is not None
+        assert self.work.number is not None
         self._following = None
         moves = self._rebalance() if self._migrates else {}
-        if self._keeps:
-            with Hooks("scheduler", self._scheduler):
-                self._scheduler.observe(self._progress())
-        plan = make_plan(self._scheduler, following, num_workers=len(self._left), step=self._step + 1)
+        if self.keeps:
+            with Hooks("scheduler", self.scheduler):
+                self.scheduler.observe(self._progress())
+        plan = make_plan(self.scheduler, following, num_workers=len(self._left), step=self.work.number + 1)
         return Command(moves=moves, plan=plan)
 
     def _rebalance(self) -> dict[int, int]:
         """Ask the scheduler for moves and note them. Raises HookError, naming it, for an impossible one."""
-        self.asks_at, progress = self._clock() + self._every, self._progress()
-        with Hooks("scheduler", self._scheduler):
-            moves = self._scheduler.rebalance(progress)
+        self.asks_at, progress = self._now() + self.every, self._progress()
+        with Hooks("scheduler", self.scheduler):
+            moves = self.scheduler.rebalance(progress)
         try:
-            check_moves(moves, progress, scheduler=type(self._scheduler).__name__)
+            check_moves(moves, progress, scheduler=type(self.scheduler).__name__)
         except ValueError as error:
-            raise HookError(f"{error} ({line_of(self._scheduler, 'rebalance')})") from error
-        number = {self._requests[index].id: index for left in self._left for index in left}
+            raise HookError(f"{error} ({line_of(self.scheduler, 'rebalance')})") from error
+        number = {self.work.requests[index].id: index for left in self._left for index in left}
         goals = {number[move.request_id]: move.worker for move in moves}
         goals = {index: worker for index, worker in goals.items() if worker != self._worker[index]}
         self.note_moves(goals)
@@ -212,11 +219,11 @@ class Coordinator:
                 self._left[worker][index] = tokens
 
     def _progress(self) -> Progress:
-        assert self._step is not None
+        assert self.work.number is not None
         return Progress(
-            step=self._step,
+            step=self.work.number,
             planned=self._planned,
-            requests=[self._requests[index] for left in self._left for index in left],
+            requests=[self.work.requests[index] for left in self._left for index in left],
             workers=np.repeat(np.arange(len(self._left)), [len(left) for left in self._left]),
             num_tokens=np.array([tokens for left in self._left for tokens in left.values()], np.int64),
         )

@@ -40,7 +40,6 @@ class HostJob:
         return self.output or self.request.output or Output.of()
 
     def going_on(self) -> RolloutRequest:
-        """Return the request with what there is of its answer."""
         return replace(self.request, output=self.output) if self.output else self.request
 
     @property
@@ -87,7 +86,6 @@ class Host:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the engine has something to decode."""
         return bool(self._num_running)
 
     @property
@@ -102,7 +100,6 @@ class Host:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many episodes wait for their environment."""
         return self._episodes.num_waiting if self._episodes is not None else 0
 
     def metrics(self) -> Mapping[str, float]:

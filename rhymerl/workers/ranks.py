@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import cast
 
 from torch import Tensor
@@ -30,7 +30,7 @@ from rhymerl.workers.coordinator import (
     wants_progress,
 )
 from rhymerl.workers.host import Host
-from rhymerl.workers.run_ahead import RunAheadState, digest_of
+from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.versions import Versions
 
 _SLICE_S = 0.02  # between two exchanges with the other ranks
@@ -75,12 +75,10 @@ class RankStep:
         self._messages: list[Message] = []
 
     def go_on(self, requests: Sequence[RolloutRequest]) -> None:
-        """Take on requests of the step."""
         self._left |= {request.id: request for request in requests}
         self._host.submit(requests, priority=self._work.priority, versions=self.versions)
 
     def take(self) -> list[Completion]:
-        """Return the answers of the step that have ended."""
         finished, self._host.finished = self._host.finished, []
         ended = []
         for each in finished:
@@ -110,12 +108,10 @@ class RankStep:
         return ProgressReport(finished=finished, tokens=tokens)
 
     def messages(self) -> list[Message]:
-        """Return what is to be sent to other ranks now."""
         messages, self._messages = self._messages, []
         return messages
 
     def receive(self, moved: Sequence[MovedRequest]) -> None:
-        """Go on with requests of other ranks."""
         requests = [(self._work.requests[each.index], each) for each in moved]
         self.go_on([replace(one, output=each.output or None, prefetched=each.prefetched) for one, each in requests])
 
@@ -141,8 +137,7 @@ class RankStep:
             return None
         following = self._work.next_step()
         outputs = {name: output for name, output in self._ahead.items() if output.is_finished or len(output)}
-        asked = digest_of(following.requests, episodes=following.episodes)
-        return RunAheadState(step=int(following.step), asked=asked, plan=self._planned, outputs=outputs)
+        return RunAheadState(step=int(following.step), asked=following.asked, plan=self._planned, outputs=outputs)
 
     def _taken_back(self, names: Iterable[str]) -> list[Completion]:
         self._host.withdraw(list(names))
@@ -150,6 +145,7 @@ class RankStep:
         return released
 
 
+@dataclass(eq=False, repr=False)
 class RankWorkers(Workers):
     """This rank's worker over `backend`, which has been started, and the way to the others.
 
@@ -157,29 +153,24 @@ class RankWorkers(Workers):
     for a backend that cannot keep step.
     """
 
-    def __init__(
-        self,
-        backend: RolloutBackend,
-        scheduler: Scheduler,
-        *,
-        ranks: Ranks,
-        run_ahead: RunAhead = "off",
-        max_staleness: int = 1,
-        lockstep: bool = False,
-        episodes: EpisodeSettings | None = None,
-    ) -> None:
-        self._episodes = episodes.episodes() if episodes is not None else None
-        self._host = Host(backend, version=0, number=ranks.rank, episodes=self._episodes)
-        self._scheduler = scheduler
-        self._ranks = ranks
-        self._run_ahead = run_ahead
-        self._max_staleness = max_staleness
+    backend: RolloutBackend
+    scheduler: Scheduler
+    _: KW_ONLY
+    ranks: Ranks
+    run_ahead: RunAhead = "off"
+    max_staleness: int = 1
+    lockstep: bool = False
+    episodes: EpisodeSettings | None = None
+
+    def __post_init__(self) -> None:
+        self._episodes = self.episodes.episodes() if self.episodes is not None else None
+        self._host = Host(self.backend, version=0, number=self.ranks.rank, episodes=self._episodes)
         self._ahead: RunAheadState | None = None  # for the next step to come
         self._channel: Channel | None = None
-        self._lockstep = lockstep and ranks.size > 1 and follows_clock(scheduler, run_ahead)
-        if self._lockstep and not backend.counts_passes:
+        self._lockstep = self.lockstep and self.ranks.size > 1 and follows_clock(self.scheduler, self.run_ahead)
+        if self._lockstep and not self.backend.counts_passes:
             raise ValueError(
-                f"lockstep=True: {type(backend).__name__} cannot count passes, by which {ranks.size} ranks keep step; expected a "
+                f"lockstep=True: {type(self.backend).__name__} cannot count passes, by which {self.ranks.size} ranks keep step; expected a "
                 "backend that does, or run_ahead=off with a scheduler that moves nothing"
             )
 
@@ -188,13 +179,13 @@ class RankWorkers(Workers):
     def answer(self, work: StepRequests) -> Iterator[Completion]:
         found = self._ahead if work.split == "train" else None
         taken = found if found is not None and found.step == work.step else None
-        asked = digest_of(work.requests, episodes=work.episodes)  # it may be of before a resume with other settings
-        state = taken if taken is not None and taken.asked == asked else None
+        # It may be of before a resume with other settings.
+        state = taken if taken is not None and taken.asked == work.asked else None
         plan = self._plan_of(work, state)
         step = self._begin(work, plan, state.outputs if state is not None else {})
-        keeps = self._run_ahead == "keep"
-        coordinator = coordinator_of(self._scheduler, work, plan, keeps=keeps, lockstep=self._lockstep)
-        self._channel = self._ranks.channel(lockstep=self._lockstep)
+        keeps = self.run_ahead == "keep"
+        coordinator = coordinator_of(self.scheduler, work, plan, keeps=keeps, lockstep=self._lockstep)
+        self._channel = self.ranks.channel(lockstep=self._lockstep)
         is_done = False
         while not is_done:
             self._decode()
@@ -211,23 +202,23 @@ class RankWorkers(Workers):
 
     def _plan_of(self, work: StepRequests, state: RunAheadState | None) -> SharedPlan:
         """Return that by which answers have been prefetched, if it is for as many workers; else a new one of rank 0."""
-        if state is not None and len(state.plan.queues) == self._ranks.size:
+        if state is not None and len(state.plan.queues) == self.ranks.size:
             return state.plan
-        workers, is_first = self._ranks.size, self._ranks.rank == 0
-        plan = make_plan(self._scheduler, work.requests, num_workers=workers, step=work.step) if is_first else None
-        return cast(SharedPlan, self._ranks.broadcast(plan))
+        workers, is_first = self.ranks.size, self.ranks.rank == 0
+        plan = make_plan(self.scheduler, work.requests, num_workers=workers, step=work.step) if is_first else None
+        return cast(SharedPlan, self.ranks.broadcast(plan))
 
     def _begin(self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output]) -> RankStep:
         every_s = 0.0 if self._lockstep else REBALANCE_S
         step = RankStep(
             self._host,
             work,
-            self._run_ahead,
-            max_staleness=self._max_staleness,
-            report_every_s=every_s if wants_progress(self._scheduler) else None,
+            self.run_ahead,
+            max_staleness=self.max_staleness,
+            report_every_s=every_s if wants_progress(self.scheduler) else None,
         )
         self._host.busy_s = 0.0
-        queue = plan.queue(work.requests, worker=self._ranks.rank)
+        queue = plan.queue(work.requests, worker=self.ranks.rank)
         step.go_on([step.versions.going_on(request, outputs.get(request.id)) for request in queue])
         return step
 
@@ -235,7 +226,7 @@ class RankWorkers(Workers):
         if self._lockstep:
             self._host.decode(max_passes=_PASSES)
         else:
-            self._host.decode(timeout_s=_SLICE_S if self._ranks.size > 1 else None)
+            self._host.decode(timeout_s=_SLICE_S if self.ranks.size > 1 else None)
 
     def _exchange(self, step: RankStep, coordinator: Coordinator, channel: Channel) -> bool:
         """Exchange reports, messages and commands with the other ranks; return whether all are done."""
@@ -243,7 +234,7 @@ class RankWorkers(Workers):
         received = channel.exchange(step.report(), step.messages(), coordinator.decide, waits=waits)
         step.receive(received.messages)
         for command in received.commands:
-            step.follow(command, rank=self._ranks.rank)
+            step.follow(command, rank=self.ranks.rank)
         return any(command.is_done for command in received.commands)
 
     # -- between steps -------------------------------------------------------------------------------------------

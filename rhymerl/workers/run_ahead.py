@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -11,16 +10,13 @@ import numpy as np
 import torch
 
 from rhymerl.replayed import KeptSets
-from rhymerl.types import Output, RolloutRequest, TurnEnd
+from rhymerl.types import Output, TurnEnd
 from rhymerl.workers.coordinator import SharedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAheadState:
-    """The outputs that a rank has for `step`, by request id, and the plan that they were sampled by.
-
-    `asked` is `digest_of` the step.
-    """
+    """The outputs that a rank has for `step`, by request id, what was `asked`, and the plan they were sampled by."""
 
     step: int
     asked: str
@@ -42,18 +38,6 @@ class RunAheadState:
         plan = SharedPlan(queues=state["queues"], digest=state["digest"])
         outputs = {name: _unpacked(each) for name, each in state["outputs"].items()}
         return cls(step=state["step"], asked=state["asked"], plan=plan, outputs=outputs)
-
-
-def digest_of(requests: Sequence[RolloutRequest], *, episodes: str = "") -> str:
-    """Return 32 hex digits that say what is asked for: which requests, of which noise, sampled how, in which turns."""
-    digest = hashlib.blake2b(episodes.encode(), digest_size=16)
-    sampling: object = None
-    for request in requests:
-        if request.sampling is not sampling:
-            sampling = request.sampling
-            digest.update(repr(sampling).encode())
-        digest.update(f"{request.id}\0{request.seed}\0".encode())
-    return digest.hexdigest()
 
 
 def merge_states(states: Sequence[RunAheadState | None]) -> RunAheadState | None:

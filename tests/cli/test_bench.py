@@ -13,38 +13,44 @@ SMALL = [*TINY, "rollout.max_tokens=4", "epochs=1", "pairs=1"]
 PASSES = [*TINY, "rollout.max_tokens=24", "measure.passes=4", "measure.rounds=1"]
 
 
-def test_drafter(capsys):
-    words = ["answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=1"]
-    assert main(["bench", "drafter", *words, "--json"]) == 0
-    row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
+def of_drafter(result):
+    (row,) = result["rows"]
     assert 8 <= row["bytes_per_token"] <= 12
     assert row["propose_us"] > 0
     assert row["batch"] == 4
 
 
-def test_rollout(capsys):
-    assert main(["bench", "rollout", *SMALL, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+def of_rollout(result):
+    rows = result["rows"]
     assert [row["drafter"] for row in rows] == ["none", "ngram", "history_tree_first_epoch", "history_tree", "oracle"]
     wanted = {"concurrency", "tokens_per_s", "speedup", "fraction_of_oracle", "predicted_speedup"}
     assert all(wanted <= row.keys() for row in rows)
     assert rows[0]["speedup"] == rows[-1]["fraction_of_oracle"] == 1
 
 
+def of_costs(result):
+    assert [tokens for tokens, _ in result["costs"]] == [1, 4]
+
+
 @pytest.mark.parametrize(
-    ("words", "shown"),
+    ("words", "shown", "check"),
     [
-        (["drafter", "answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=1"], ["Drafter", "propose us"]),
-        (["rollout", *SMALL], ["Rollout speed", "history_tree_first_epoch", "oracle"]),
+        (
+            ["drafter", "answers=2", "tokens=220", "batch=4", "siblings=2", "repeats=1"],
+            ["Drafter", "propose us"],
+            of_drafter,
+        ),
+        (["rollout", *SMALL], ["Rollout speed", "history_tree_first_epoch", "oracle"], of_rollout),
         (
             ["costs", *PASSES, "measure.nodes=[0,3]"],
             ["Milliseconds of a pass, by running requests and draft nodes of each", "running"],
+            of_costs,
         ),
     ],
     ids=["drafter", "rollout", "costs"],
 )
-def test_a_table_for_people(words, shown, capsys, monkeypatch):
-    """And no JSON; with it the table goes to stderr."""
+def test_a_table_for_people_and_figures_for_programs(words, shown, check, capsys, monkeypatch):
+    """One or the other on stdout; with JSON there, the table goes to stderr."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["bench", *words]) == 0
     out, err = capsys.readouterr()
@@ -55,6 +61,7 @@ def test_a_table_for_people(words, shown, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
     assert all(each in err for each in shown)
+    check(json.loads(out))
 
 
 def test_costs_are_what_a_budget_reads(capsys, tmp_path):
@@ -67,11 +74,6 @@ def test_costs_are_what_a_budget_reads(capsys, tmp_path):
     result = json.loads(path.read_text())
     assert result["engine"] == "embedded"
     assert result["costs"][-1][0] == 33
-
-
-def test_costs_of_some_nodes(capsys):
-    assert main(["bench", "costs", *PASSES, "measure.nodes=[0,3]", "--json"]) == 0
-    assert [tokens for tokens, _ in json.loads(capsys.readouterr().out)["costs"]] == [1, 4]
 
 
 @pytest.mark.parametrize(

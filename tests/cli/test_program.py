@@ -334,6 +334,8 @@ def test_the_program_from_outside() -> None:
     assert version.stdout.startswith("rhymerl 0.")
 
 
-def test_help_names_all_commands() -> None:
-    shown = subprocess.run([sys.executable, "-m", "rhymerl", "--help"], capture_output=True, text=True, check=True)
-    assert all(command.name in shown.stdout and command.help for command in COMMANDS)
+def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(command.name in shown and command.help for command in COMMANDS)

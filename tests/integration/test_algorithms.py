@@ -14,7 +14,7 @@ SWITCHES = [
     "rollout.dynamic_sampling=2",
     "update.epochs=2",
     "update.activation_checkpointing=true",
-    "adapter=lora",
+    pytest.param("adapter=lora", marks=pytest.mark.slow),  # test_adapters.py trains them, too
 ]
 
 

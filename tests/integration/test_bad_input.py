@@ -69,8 +69,6 @@ def files(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
     ("words", "message"),
     [
         ("rollout.group_sise=2", "unknown setting rollout.group_sise; did you mean rollout.group_size?"),
-        ("rolout.group_size=2", "did you mean rollout.group_size?"),
-        ("trainer.max_step=2", "did you mean trainer.max_steps?"),
         (
             "rollout.stop=[end]",
             "unknown setting rollout.stop: there are no stop strings; rollout.stop_token_ids ends answers",
@@ -225,10 +223,6 @@ def test_a_full_disk(index: Path, model_dir: Path, rhymerl: Run, monkeypatch: py
         ),
         (["warmstart", "out=mine", "task=tests.integration.programs.Silent"], "task: Silent has no demonstrations"),
         (["warmstart", "out=bad_config"], "out='bad_config': holds a model already"),
-        (
-            ["fit", "--config=warmstart_running_sum"],
-            "--config warmstart_running_sum: is a config of rhymerl warmstart, not of rhymerl fit",
-        ),
     ],
 )
 def test_other_commands(words: list[str], message: str, index: Path, model_dir: Path, rhymerl: Run) -> None:

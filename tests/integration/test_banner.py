@@ -100,7 +100,12 @@ def test_a_run_that_was_stopped_says_how_to_go_on(settings: list[str], tmp_path:
 
 
 @pytest.mark.parametrize(
-    "words", [["fit", "--config=quickstart"], ["rollout"], ["warmstart"]], ids=lambda each: each[0]
+    "words",
+    [
+        ["fit", "--config=quickstart"],
+        *(pytest.param([each], marks=pytest.mark.slow) for each in ("rollout", "warmstart")),
+    ],
+    ids=lambda each: each[0],
 )
 def test_something_is_said_before_libraries_are_loaded(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch comes now')")

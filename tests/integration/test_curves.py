@@ -62,7 +62,7 @@ def test_what_the_config_says_holds(
     assert (logged(path) if (path / "metrics.csv").exists() else []) == steps
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.slow)])
 def test_lightnings_bar_shows_the_reward(bar: type[Any], model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = trained(model_dir, callbacks=[bar()], logger=False)
     shown = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)

@@ -26,8 +26,8 @@ def plain() -> Trained:
     [
         (HistoryTreeDrafter(), FixedBudget(8)),
         (HistoryTreeDrafter(deterministic=True), GoodputBudget(deterministic=True, costs=((1, 1.0), (512, 1.1)))),
-        (HistoryTreeDrafter(max_branches=1, priority="reward"), AIMDBudget()),
-        (NGramDrafter(min_match=1), FixedBudget(4)),
+        pytest.param(HistoryTreeDrafter(max_branches=1, priority="reward"), AIMDBudget(), marks=pytest.mark.slow),
+        pytest.param(NGramDrafter(min_match=1), FixedBudget(4), marks=pytest.mark.slow),
         (RandomTreeDrafter(), FixedBudget(8)),
     ],
     ids=["history_tree", "deterministic", "chain", "ngram", "random trees"],

@@ -34,7 +34,7 @@ def test_a_step_without_any_reward_ends_the_run(settings: list[str], tmp_path: P
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("command", ["fit", "evaluate"])
+@pytest.mark.parametrize("command", [pytest.param("fit", marks=pytest.mark.slow), "evaluate"])
 def test_an_evaluation_without_any_reward_ends_it(
     command: str, settings: list[str], tmp_path: Path, rhymerl: Run
 ) -> None:

@@ -28,7 +28,9 @@ def of_model(settings: list[str], name: str) -> list[str]:
     return [*(each for each in settings if not each.startswith("model.path")), "model.path=null", model]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each.startswith("qwen3") else each for each in MODELS]
+)
 def test_fit_trains_them_with_drafts(name, settings, tmp_path, caplog, rhymerl: Run):
     words = [*of_model(settings, name), f"run_dir={tmp_path / 'run'}", "trainer.max_steps=4", "rollout.temperature=0.3"]
     done = rhymerl(*words)

@@ -20,7 +20,7 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
     return json.loads((run_dir / "trace.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("report", ["true", "false"])
+@pytest.mark.parametrize("report", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_a_trace_has_steps_passes_rewards_and_updates(
     report: str, settings: list[str], rhymerl: Run, tmp_path: Path
 ) -> None:
@@ -50,12 +50,6 @@ def test_a_trace_has_steps_passes_rewards_and_updates(
     assert all(each["ts"] >= ends[1] for each in passes if each["args"]["step"] == 2)
     assert all(each["ts"] >= 0 and each.get("dur", 0) >= 0 for each in shown)
     assert (run_dir / "report.html").exists() == (report == "true")
-
-
-def test_without_a_profile_nothing_is_noted(settings: list[str], rhymerl: Run, tmp_path: Path) -> None:
-    assert rhymerl(*settings, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}").code == 0
-    assert not list(tmp_path.rglob("trace.json"))
-    assert not list(tmp_path.rglob("passes*"))
 
 
 def test_a_resumed_run_has_each_step_once(settings: list[str], rhymerl: Run, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_the_line_and_the_answers_are_as_wide_as_the_terminal(columns, settings,
 def test_lines_elsewhere(settings, tmp_path, rhymerl: Run):
     done = rhymerl(*settings, "trainer.max_steps=4", f"run_dir={tmp_path / 'run'}")
     assert "step 2  reward 0." in done.out
+    assert "Total params" not in done.out
     assert done.err == ""
     assert "Going on from" in rhymerl(*settings, f"run_dir={tmp_path / 'run'}", "ckpt_path=last").out
 
@@ -76,16 +77,16 @@ def test_the_last_step_has_a_line(settings, tmp_path, rhymerl: Run):
     assert re.findall(r"^step (\d+)  reward", done.out, re.MULTILINE) == ["1", "3"]
 
 
-@pytest.mark.parametrize(("value", "is_idle"), [("0.0", True), ("float(len(completion) % 2)", False)])
-def test_a_run_that_learns_nothing_says_so(value, is_idle, settings, tmp_path, monkeypatch, caplog, rhymerl: Run):
+def test_a_run_that_learns_nothing_says_so(settings, tmp_path, monkeypatch, caplog, rhymerl: Run):
+    """The words of a run that learns something are in test_quickstart.py."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_idle.py").write_text(f"def reward(completion: str) -> float:\n    return {value}\n")
+    (tmp_path / "my_idle.py").write_text("def reward(completion: str) -> float:\n    return 0.0\n")
     short = [*settings, "update.mini_batches=1", "trainer.max_steps=2", "rewards=my_idle.reward"]
     done = rhymerl(*short, "run_dir=run")
     assert done.code == 0
     told = "step 1: all 16 answers have the same reward (0), so nothing is learned from them. samples.jsonl shows"
-    assert [told in message for message in caplog.messages] == [True] * is_idle
-    assert ("Nothing was learned: " in done.out) == is_idle
+    assert [told in message for message in caplog.messages] == [True]
+    assert "Nothing was learned: " in done.out
 
 
 def test_malformed_drafts_are_told_about_once_a_run(settings, tmp_path, monkeypatch, caplog, rhymerl: Run):
@@ -106,20 +107,13 @@ def test_malformed_drafts_are_told_about_once_a_run(settings, tmp_path, monkeypa
 
 
 def test_a_run_without_progress(settings, tmp_path, rhymerl: Run):
-    short = [*settings, "trainer.max_steps=2"]
-    assert "step 2  reward 0." in rhymerl(*short, f"run_dir={tmp_path / 'lines'}").out
-    quiet = rhymerl(*short, f"run_dir={tmp_path / 'none'}", "trainer.enable_progress_bar=false")
+    """Lightning's summary of the model is there where it is asked for."""
+    more = ["trainer.max_steps=2", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=true"]
+    quiet = rhymerl(*settings, *more, f"run_dir={tmp_path / 'none'}")
     assert (quiet.code, quiet.err) == (0, "")
     assert "  reward 0." not in quiet.out
     assert "Summary" in quiet.out
-
-
-def test_a_model_summary_where_it_is_asked_for(settings, tmp_path, rhymerl: Run):
-    short = [*settings, "trainer.max_steps=1"]
-    done = rhymerl(*short, f"run_dir={tmp_path / 'with'}", "trainer.enable_model_summary=true")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.count("Total params") == 1
-    assert "Total params" not in rhymerl(*short, f"run_dir={tmp_path / 'without'}").out
+    assert quiet.out.count("Total params") == 1
 
 
 def test_figures_in_the_closing_table():

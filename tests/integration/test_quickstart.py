@@ -146,6 +146,7 @@ def test_words_for_people(whole):
     words = whole.with_name("words").read_text()
     assert words.splitlines()[-1].startswith(f"Everything is in {whole}")
     assert "eval_reward_after" in words
+    assert "Nothing was learned" not in words
     assert all(len(line) <= 80 for line in words.splitlines()[:-1])
 
 
@@ -154,7 +155,7 @@ def test_words_for_people(whole):
     [
         pytest.param([], True, marks=pytest.mark.slow),
         ([SLOW, "module.reward_workers=2"], True),  # the order in which rewards arrive is another one every time
-        (["seed=1", "data.seed=0", "task.seed=0"], False),
+        pytest.param(["seed=1", "data.seed=0", "task.seed=0"], False, marks=pytest.mark.slow),
     ],
 )
 def test_repeats_bit_for_bit_in_another_process(more, equal, settings, whole, tmp_path):

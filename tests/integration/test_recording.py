@@ -1,15 +1,13 @@
-"""`record_rollouts=true`: a run's answers on file, the same bytes however often it was interrupted."""
+"""`record_rollouts=true`: a run's answers on file. That they are the same bytes after a kill is in test_resume.py."""
 
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
 from rhymerl.history.traces import read_trace
-from tests.integration import programs
 from tests.integration.conftest import Run, checkpoint, made_once
 
 NAME = "rollouts.jsonl.gz"
@@ -39,27 +37,6 @@ def test_every_answer_by_pass_and_ready_for_replay(whole: Path, rhymerl: Run) ->
     assert json.loads(done.out)["tokens"] == num_tokens
 
 
-def test_killed_and_resumed(whole: Path, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
-    """Killed in the first step of the second pass: that step's answers are on file, and are written again."""
-    words = words_for(settings, tmp_path / "run", "checkpoint.every_n_steps=2")
-    killer = "algo={_target_: tests.integration.programs.DieInUpdate, call: 7}"
-    process = programs.start([*words, killer], tmp_path / "output")
-    process.join(600)
-    assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
-    assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
-    assert len(list(read_trace(tmp_path / "run" / NAME))) == NUM_PROMPTS * GROUP  # three steps, of which two are saved
-    assert rhymerl(*words, "ckpt_path=last").code == 0
-    assert (tmp_path / "run" / NAME).read_bytes() == (whole / NAME).read_bytes()
-
-
-def test_stopped_and_resumed(whole: Path, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
-    words = words_for(settings, tmp_path / "run", "update.lr_schedule=constant")
-    assert rhymerl(*words, "trainer.max_steps=8").code == 0
-    assert rhymerl(*words, "ckpt_path=last").code == 0
-    assert rhymerl(*words_for(settings, tmp_path / "whole", "update.lr_schedule=constant")).code == 0
-    assert (tmp_path / "run" / NAME).read_bytes() == (tmp_path / "whole" / NAME).read_bytes()
-
-
 def test_going_on_elsewhere_records_what_comes(whole: Path, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
     first = tmp_path / "first"
     assert rhymerl(*words_for(settings, first, "trainer.max_steps=8", "update.lr_schedule=constant")).code == 0
@@ -81,8 +58,3 @@ def test_a_file_that_has_lost_something_is_refused(settings: list[str], tmp_path
     assert done.code == 2
     assert f"trace '{tmp_path / 'run' / NAME}': has 0 bytes, but" in done.err
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 2
-
-
-def test_nothing_is_recorded_unless_asked_for(settings: list[str], tmp_path: Path, rhymerl: Run) -> None:
-    assert rhymerl(*settings, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}").code == 0
-    assert not (tmp_path / "run" / NAME).exists()

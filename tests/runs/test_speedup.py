@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_reports_without_drafts_do_not_hide_how_uncertain_the_others_are() -> No
     rng = np.random.default_rng(0)
     plain, drafted = (list(np.exp(0.1 * rng.standard_normal(20))) for _ in range(2))
     rest = steps([1.4] * 20, plain=plain, drafted=drafted)
-    mixed = SpeedupTotals(**rest.state_dict())
+    mixed = SpeedupTotals(**asdict(rest))
     for _ in range(40):
         mixed.count(report(1.4, plain=1.0, drafted=0.0, share=0.0), rollout_s=2.0)
     assert np.log(mixed.speedup.high / 1.4) == pytest.approx(np.log(rest.speedup.high / 1.4) / 3)
@@ -111,7 +112,7 @@ def test_what_is_said(speedup: Speedup, words: str) -> None:
 
 def test_a_resumed_run_has_the_figure_of_the_whole() -> None:
     whole = steps([1.1, 1.2, 1.3, 1.4], plain=[1.0, 1.1, 0.9, 1.0], drafted=[1.0, 1.0, 1.1, 0.9])
-    state = json.loads(json.dumps(whole.state_dict()))
+    state = json.loads(json.dumps(asdict(whole)))
     assert SpeedupTotals(**state).speedup == whole.speedup
 
 

@@ -178,9 +178,7 @@ def test_an_engine_that_hangs_has_a_successor_too(policy):
 def test_what_cannot_be_answered_is_refused_here(policy):
     with sglang() as backend:
         started(backend, policy, NoDrafter())
-        assert (
-            backend.session.fleet.engines[0].get_if_known("/rhymerl/feed") is None
-        )  # the trainer alone writes its feed
+        assert backend.session.engine.get_if_known("/rhymerl/feed") is None  # the trainer alone writes its feed
         for request, message in (
             (make_requests(1, max_tokens=600)[0], "tokens; at most 512 fit"),
             (make_requests(1, vocabulary=30, seed=2, prompt_tokens=(20, 24))[0], "the prompt holds token"),

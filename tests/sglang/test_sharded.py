@@ -53,14 +53,14 @@ def note_deliveries(patch: pytest.MonkeyPatch, folder: Path) -> None:
     def noted_send(group: WeightGroup, bucket: Any, dtype: torch.dtype, version: int) -> None:
         size = sum(tensor.nbytes for _, tensor in bucket)
         with (folder / "messages").open("a") as file:
-            file.write(json.dumps([group.fleet.engines[0].url, version, len(bucket), size]) + "\n")
+            file.write(json.dumps([group.engine.url, version, len(bucket), size]) + "\n")
         send(group, bucket, dtype, version)
 
     def proven_load(delivery: Delivery, named: Any, version: int) -> None:
         load(delivery, named, version)
         policy = deepcopy(delivery.policy)  # which has the first weights
         copy_weights(policy.model, named)
-        (engine,) = delivery.fleet.engines
+        engine = delivery.engine
         prove_server(engine, policy, delivery.dtype)
         with (folder / "proven").open("a") as file:
             file.write(json.dumps([engine.url, version]) + "\n")

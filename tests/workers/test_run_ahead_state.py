@@ -6,21 +6,22 @@ from dataclasses import replace
 
 from rhymerl.testing import make_requests
 from rhymerl.types import Output
-from rhymerl.workers.coordinator import SharedPlan
-from rhymerl.workers.run_ahead import RunAheadState, digest_of, merge_states
+from rhymerl.workers.coordinator import SharedPlan, StepRequests
+from rhymerl.workers.run_ahead import RunAheadState, merge_states
 
 
 def test_other_noise_or_another_way_of_sampling_is_another_request():
     requests = make_requests(3, group_size=2)
-    asked = digest_of(requests)
-    assert asked == digest_of(make_requests(3, group_size=2))
+    asked = StepRequests(step=0, requests=requests).asked
+    assert asked == StepRequests(step=0, requests=make_requests(3, group_size=2)).asked
+    assert asked != StepRequests(step=0, requests=requests, episodes="other turns").asked
     others = [
         [replace(request, seed=request.seed + 1) for request in requests],
         [replace(request, id=f"{request.id}a") for request in requests],
         [replace(request, sampling=replace(request.sampling, temperature=0.5)) for request in requests],
         requests[1:],
     ]
-    assert asked not in map(digest_of, others)
+    assert asked not in [StepRequests(step=0, requests=each).asked for each in others]
 
 
 def test_the_whole_state_has_the_outputs_of_all_ranks():

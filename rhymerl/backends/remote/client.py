@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ _KINDS: Mapping[str, type[http.client.HTTPConnection]] = {
     "https": http.client.HTTPSConnection,
 }
 _CONNECT_S = 30.0
-_LONGEST_S = 600.0  # of what is not an answer to a prompt: to load weights may take minutes
+LONGEST_S = 600.0  # of what is not an answer to a prompt: to load weights may take minutes
 _LARGEST = 2**28  # bytes of an answer
 _PIECE = 2**20
 
@@ -33,17 +34,28 @@ class RefusedError(BackendError):
     """An engine answered, but refused the request or failed."""
 
 
-class Client:
-    """One server or router. Each call has a connection of its own, so calls may come from many threads."""
+class UnknownPathError(RefusedError):
+    """An engine does not know that path, which older versions may not."""
 
-    def __init__(
-        self, host: str, port: int, *, path: str = "", scheme: str = "http", api_key: str | None = None
-    ) -> None:
-        self.host = host
-        self.port = port
-        self.path = path.rstrip("/")
-        self.scheme = scheme
-        self.api_key = api_key
+
+@dataclass(eq=False)
+class Client:
+    """One server or router. Each call has a connection of its own, so calls may come from many threads.
+
+    A call takes `timeout_s` at most, unless it says otherwise. `get` and `post` return the server's answer; they raise
+    NoAnswerError when it cannot be reached, RefusedError when it refuses or fails.
+    """
+
+    host: str
+    port: int
+    _: KW_ONLY
+    path: str = ""
+    scheme: str = "http"
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = LONGEST_S
+
+    def __post_init__(self) -> None:
+        self.path = self.path.rstrip("/")
         self._open: set[socket.socket] = set()
         self._is_over = False
 
@@ -64,9 +76,9 @@ class Client:
             )
         return cls(parts.hostname, port or kind.default_port, path=parts.path, scheme=parts.scheme, api_key=api_key)
 
-    def another(self) -> Client:
-        """Return another client of the same server; it may `hang_up` by itself."""
-        return Client(self.host, self.port, path=self.path, scheme=self.scheme, api_key=self.api_key)
+    def another(self, *, timeout_s: float | None = None) -> Client:
+        """Return another client of the same server, with this limit if any; it may `hang_up` by itself."""
+        return replace(self, timeout_s=timeout_s or self.timeout_s)
 
     @property
     def url(self) -> str:
@@ -74,42 +86,24 @@ class Client:
         return f"{self.scheme}://{host}:{self.port}{self.path}"
 
     def is_ready(self) -> bool:
-        """Return whether the server is up and answers."""
         try:
-            return self._call("GET", "/health", None, timeout_s=5)[0] == 200
+            self.get("/health", timeout_s=5)
         except BackendError:
             return False
+        return True
 
-    def get(self, path: str, *, timeout_s: float = _LONGEST_S) -> Any:
-        """Return the server's answer. Raises NoAnswerError when it cannot be reached, RefusedError when it refuses."""
-        status, answer = self._call("GET", path, None, timeout_s=timeout_s)
-        self._check(path, status, answer)
-        return answer
+    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        return self._call("GET", path, None, timeout_s)
 
-    def get_if_known(self, path: str, *, timeout_s: float = _LONGEST_S) -> Any:
-        """Return the server's answer, or None where it does not know that path. Raises as `get` does."""
-        status, answer = self._call("GET", path, None, timeout_s=timeout_s)
-        if status == 404:
+    def get_if_known(self, path: str) -> Any:
+        """Return the server's answer, or None where it does not know that path."""
+        try:
+            return self.get(path)
+        except UnknownPathError:
             return None
-        self._check(path, status, answer)
-        return answer
 
-    def post(self, path: str, content: Mapping[str, Any] | bytes, *, timeout_s: float | None = _LONGEST_S) -> Any:
-        """Return the server's answer. Raises NoAnswerError if unreachable, RefusedError if it refuses or fails."""
-        status, answer = self._call("POST", path, content, timeout_s=timeout_s)
-        self._check(path, status, answer)
-        return answer
-
-    def post_if_known(self, path: str, *, timeout_s: float = _LONGEST_S) -> bool:
-        """Return whether the server knows that path, which older versions may not. Raises as `post` does."""
-        status, answer = self._call("POST", path, {}, timeout_s=timeout_s)
-        if status != 404:
-            self._check(path, status, answer)
-        return status != 404
-
-    def _check(self, path: str, status: int, answer: Any) -> None:
-        if status != 200 or (isinstance(answer, Mapping) and answer.get("success") is False):
-            raise RefusedError(f"the SGLang engine at {self.url} refused {path} (HTTP {status}): {answer}")
+    def post(self, path: str, content: Mapping[str, Any] | bytes, *, timeout_s: float | None = None) -> Any:
+        return self._call("POST", path, content, timeout_s)
 
     def hang_up(self) -> None:
         """Close all connections: every call that waits for an answer, in any thread, raises NoAnswerError.
@@ -120,39 +114,42 @@ class Client:
         for each in [*self._open]:
             _shut(each)
 
-    def _call(
-        self, method: str, path: str, content: Mapping[str, Any] | bytes | None, *, timeout_s: float | None
-    ) -> tuple[int, Any]:
+    def _call(self, method: str, path: str, content: Mapping[str, Any] | bytes | None, timeout_s: float | None) -> Any:
         body = content if content is None or isinstance(content, bytes) else json.dumps(content)
         headers = {"Content-Type": "application/octet-stream" if isinstance(content, bytes) else "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
-            with self._connected(timeout_s) as connection:
+            with self._connected(self.timeout_s if timeout_s is None else timeout_s) as connection:
                 connection.request(method, self.path + path, body, headers)
                 response = connection.getresponse()
                 text = _read(response)
         except (OSError, http.client.HTTPException) as error:
             raise NoAnswerError(f"the SGLang engine at {self.url} did not answer {path} ({error!r})") from error
-        return response.status, _parsed(text)
+        answer = _parsed(text)
+        if response.status != 200 or (isinstance(answer, Mapping) and answer.get("success") is False):
+            kind = UnknownPathError if response.status == 404 else RefusedError
+            raise kind(f"the SGLang engine at {self.url} refused {path} (HTTP {response.status}): {answer}")
+        return answer
 
     @contextmanager
-    def _connected(self, timeout_s: float | None) -> Iterator[http.client.HTTPConnection]:
+    def _connected(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
         """Yield a connection that `hang_up` closes, and that the time limit closes too.
 
         A server that sends a byte now and then never runs into the socket's own limit.
         """
-        connection = _KINDS[self.scheme](self.host, self.port, timeout=min(timeout_s or _CONNECT_S, _CONNECT_S))
+        connection = _KINDS[self.scheme](self.host, self.port, timeout=min(timeout_s, _CONNECT_S))
         connection.connect()
         there = connection.sock  # which the connection lets go of where an answer has no length
-        there.settimeout(timeout_s)
-        late = threading.Timer(timeout_s or 0.0, _shut, [there])
-        ends = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        is_limited = timeout_s < math.inf
+        there.settimeout(timeout_s if is_limited else None)
+        late = threading.Timer(timeout_s, _shut, [there])
+        ends = time.monotonic() + timeout_s
         self._open.add(there)
         try:
             if self._is_over:
                 raise ConnectionAbortedError("nobody waits for it any more")
-            if timeout_s is not None:
+            if is_limited:
                 late.start()
             yield connection
             if time.monotonic() >= ends:

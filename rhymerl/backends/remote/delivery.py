@@ -1,4 +1,4 @@
-"""The policy's weights in the engines: which version they have, and the way of the next one."""
+"""The policy's weights in an engine: which version it has, and the way of the next one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rhymerl.backends.remote import weights
-from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.proof import draws_by_seed, prove_server
 from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.remote.weight_group import WeightGroup
@@ -23,12 +23,12 @@ NO_WEIGHTS = -1  # instead of a policy version
 
 @dataclass(eq=False)
 class Delivery:
-    """Delivers weights to engines of `tensor_parallel` ranks each, in `dtype`.
+    """Delivers weights to an engine of `tensor_parallel` ranks, in `dtype`.
 
     `way` is tensor, disk or distributed; files go to `folder`, where they may be `shared` with other engines.
     """
 
-    fleet: Fleet
+    engine: Client
     policy: Policy
     _: KW_ONLY
     way: str
@@ -37,60 +37,59 @@ class Delivery:
     folder: Path
     shared: SharedWeightFile | None = None
     version: int = field(init=False, default=NO_WEIGHTS)
-    draws_by_seed: bool = field(init=False, default=True)  # until an engine has shown otherwise
-    is_asleep: bool = field(init=False, default=False)  # the engines have given their memory away, and what was in it
+    draws_by_seed: bool = field(init=False, default=True)  # until the engine has shown otherwise
+    is_asleep: bool = field(init=False, default=False)  # the engine has given its memory away, and what was in it
     _group: WeightGroup | None = field(init=False, default=None)
 
     def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load weights; nothing may be in flight. Raises BackendError if an engine refuses or computes otherwise."""
+        """Load weights; nothing may be in flight. Raises BackendError if the engine refuses or computes otherwise."""
         self.wake_up()
         dtype = DTYPES[self.dtype]
         if self.way == "tensor":
             weights.from_tensors(
-                self.fleet, named, dtype, device=self.policy.device, ranks=self.tensor_parallel, version=version
+                self.engine, named, dtype, device=self.policy.device, ranks=self.tensor_parallel, version=version
             )
         elif self.way == "distributed":
             self._joined_group().send(named, dtype, version=version)
         else:
-            weights.from_disk(self.fleet, named, dtype, self.folder, version=version, shared=self.shared)
-        weights.flush(self.fleet)
+            weights.from_disk(self.engine, named, dtype, self.folder, version=version, shared=self.shared)
+        weights.flush(self.engine)
         if self.version == NO_WEIGHTS:
             self._prove()
         self.version = version
 
     def _prove(self) -> None:
-        for engine in self.fleet.engines:
-            prove_server(engine, self.policy, self.dtype)
-            if not draws_by_seed(engine, self.policy, self.dtype):
-                self.draws_by_seed = False
-                _log.warning(
-                    "the SGLang engine at %s draws tokens by its own rule: they come from the policy's distribution, but do not follow "
-                    "from a request's seed, change with the drafter, and are not those of backend=embedded",
-                    engine.url,
-                )
+        prove_server(self.engine, self.policy, self.dtype)
+        self.draws_by_seed = draws_by_seed(self.engine, self.policy, self.dtype)
+        if not self.draws_by_seed:
+            _log.warning(
+                "the SGLang engine at %s draws tokens by its own rule: they come from the policy's distribution, but do not follow "
+                "from a request's seed, change with the drafter, and are not those of backend=embedded",
+                self.engine.url,
+            )
 
     def _joined_group(self) -> WeightGroup:
         if self._group is None or self._group.is_closed:
-            self._group = WeightGroup(self.fleet, ranks=self.tensor_parallel, device=self.policy.device)
+            self._group = WeightGroup(self.engine, ranks=self.tensor_parallel, device=self.policy.device)
         return self._group
 
     def sleep(self) -> None:
-        """Free the engines' memory until the next `load`. Nothing may be in flight."""
+        """Free the engine's memory until the next `load`. Nothing may be in flight."""
         if not self.is_asleep:
-            weights.flush(self.fleet)  # memory is given up only when the last pass is over
-            self.fleet.post("/release_memory_occupation", {})
+            weights.flush(self.engine)  # memory is given up only when the last pass is over
+            self.engine.post("/release_memory_occupation", {})
             self.is_asleep = True
 
     def wake_up(self) -> None:
-        """Give the engines their memory back, without contents."""
+        """Give the engine its memory back, without contents."""
         if self.is_asleep:
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the update has used at most is the allocator's until then
-            self.fleet.post("/resume_memory_occupation", {})
+            self.engine.post("/resume_memory_occupation", {})
             self.is_asleep = False
 
     def close(self) -> None:
-        """Leave the group, if there is one; engines may have gone."""
+        """Leave the group, if there is one; the engine may have gone."""
         if self._group is not None:
             self._group.close()
         self._group = None

@@ -60,7 +60,6 @@ class FeedWriter:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, feed: FeedMessage) -> None:
-        """Write the next file."""
         path = _path(self.folder, self.version + 1)
         draft = path.with_suffix(".part")
         with draft.open("wb") as file:
@@ -120,12 +119,10 @@ class Counters:
         self._begun = self._reported
 
     def add(self, **amounts: float) -> None:
-        """Add amounts to the counts."""
         for name, amount in amounts.items():
             self._values[COUNTS.index(name)] += amount
 
     def totals(self) -> Mapping[str, float]:
-        """Return the counts."""
         return dict(zip(COUNTS, self._values.tolist(), strict=True))
 
     @property
@@ -136,7 +133,6 @@ class Counters:
         return nodes / row_passes if row_passes else None
 
     def since(self) -> Mapping[str, float]:
-        """Return the counts since the last call."""
         now = np.array(self._values)
         new, self._reported = now - self._reported, now
         return dict(zip(COUNTS, new.tolist(), strict=True))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import resource
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ class InFlightRequest:
         return self.answer.exception() if self.answer.done() and not self.answer.cancelled() else None
 
 
+@dataclass(eq=False)
 class InFlightRequests:
     """The requests in flight through an engine, at most `max_sent` with it at a time; the others wait here.
 
@@ -49,21 +52,17 @@ class InFlightRequests:
     do not get between the pieces. Raises ConfigError when so many connections cannot be open.
     """
 
-    def __init__(
-        self,
-        engine: Client,
-        *,
-        num_tokens: int,
-        nodes: Callable[[], float] | None,
-        max_sent: int,
-        piece_s: float | None = None,
-    ) -> None:
-        _make_room_for(max_sent)
-        self.engine = engine.another()  # which is hung up at the end
-        self.threads = ThreadPoolExecutor(max_sent, thread_name_prefix="rhymerl-engine")
-        self._num_tokens = num_tokens
-        self._nodes = nodes
-        self._piece_s = piece_s
+    engine: Client
+    _: KW_ONLY
+    num_tokens: int
+    nodes: Callable[[], float] | None
+    max_sent: int
+    piece_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _make_room_for(self.max_sent)
+        self.engine = self.engine.another()  # which is hung up at the end
+        self.threads = ThreadPoolExecutor(self.max_sent, thread_name_prefix="rhymerl-engine")
         self._piece_tokens = _FIRST_PIECE
         self.policy_version = 0
         self.feed = 0  # what the drafter has to have read before it drafts
@@ -86,16 +85,16 @@ class InFlightRequests:
         while True:
             started, request = time.monotonic(), self._so_far(sent).resume() if sent.pieces else sent.request
             left = request.sampling.max_tokens - (len(request.output) if request.output is not None else 0)
-            asked = left if self._piece_s is None else min(left, self._piece_tokens)
-            said = self.engine.post("/generate", self._content(sent.rid, request, asked), timeout_s=None)
+            asked = left if self.piece_s is None else min(left, self._piece_tokens)
+            said = self.engine.post("/generate", self._content(sent.rid, request, asked), timeout_s=math.inf)
             of_whom = f"the SGLang engine at {self.engine.url}, request {request.id}"
-            answer = EngineAnswer.of(said, of_whom=of_whom, most=asked, vocabulary=self._num_tokens)
+            answer = EngineAnswer.of(said, of_whom=of_whom, most=asked, vocabulary=self.num_tokens)
             if asked == left or sent.is_given_up or not _goes_on(answer, request):
                 return [*sent.pieces, answer]
             sent.pieces.append(answer)
-            assert self._piece_s is not None
+            assert self.piece_s is not None
             speed = asked / max(time.monotonic() - started, 1e-3)
-            self._piece_tokens = max(round(speed * self._piece_s), _LEAST_PIECE)
+            self._piece_tokens = max(round(speed * self.piece_s), _LEAST_PIECE)
 
     def _so_far(self, sent: InFlightRequest) -> Completion:
         return _completion(sent, self._output(sent, list(sent.pieces), "withdrawn"))
@@ -106,7 +105,7 @@ class InFlightRequests:
 
     def complete(self, sent: InFlightRequest, *, is_withdrawn: bool = False) -> Completion:
         """Return the completion of an answered request. Raises BackendError if the engine failed it or gave it up."""
-        self._leave(sent)
+        del self.requests[sent.request.id]
         if sent.answer.cancelled():
             return _completion(sent, Output.of())
         answers = sent.answer.result()
@@ -142,33 +141,21 @@ class InFlightRequests:
         """Return the completion of a request whose engine is gone: its answer if it has come, else its pieces."""
         if sent.answer.done() and sent.failure is None:
             return self.complete(sent, is_withdrawn=True)
-        self._leave(sent)
-        return self._so_far(sent)
-
-    def _leave(self, sent: InFlightRequest) -> None:
         del self.requests[sent.request.id]
+        return self._so_far(sent)
 
     def wait(self, timeout_s: float) -> list[InFlightRequest]:
         """Wait for an answer, at most so long; return the requests that have one, unless completed otherwise."""
-        try:
-            back = [self._back.get(timeout=timeout_s) if timeout_s > 0 else self._back.get_nowait(), *self._drained()]
-        except queue.Empty:
-            return []
+        back = []
+        with suppress(queue.Empty):
+            back.append(self._back.get(timeout=timeout_s))
+            while True:
+                back.append(self._back.get_nowait())
         return [sent for sent in back if self.has(sent)]
 
     def has(self, sent: InFlightRequest) -> bool:
         """Return whether the request has not been completed yet; it may have been sent again."""
         return self.requests.get(sent.request.id) is sent
-
-    def settle(self, requests: Sequence[InFlightRequest], timeout_s: float) -> None:
-        """Wait until all of these requests have answers, or the time is over."""
-        wait([sent.answer for sent in requests], timeout_s)
-
-    def _drained(self) -> list[InFlightRequest]:
-        found = []
-        while not self._back.empty():
-            found.append(self._back.get())
-        return found
 
     def totals(self) -> Counter[str]:
         """Return tokens and passes of the requests completed since the last call."""
@@ -176,7 +163,6 @@ class InFlightRequests:
         return totals
 
     def close(self) -> None:
-        """Send nothing more, and wait for nothing more."""
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.engine.hang_up()
 
@@ -195,7 +181,7 @@ class InFlightRequests:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "stop_token_ids": list(sampling.stop_token_ids),
-                "custom_params": to_custom_params(request, feed=self.feed, num_tokens=self._num_tokens),
+                "custom_params": to_custom_params(request, feed=self.feed, num_tokens=self.num_tokens),
             },
         }
 
@@ -210,9 +196,9 @@ class InFlightRequests:
                 f"{self.policy_version}): the policy's weights have probably diverged"
             )
         verified = sum(answer.num_verified for answer in answers)
-        passes = len(token_ids) if self._nodes is None else len(answers) + verified
+        passes = len(token_ids) if self.nodes is None else len(answers) + verified
         accepted = max(len(token_ids) - passes, 0)
-        drafted = 0.0 if self._nodes is None else verified * self._nodes()
+        drafted = 0.0 if self.nodes is None else verified * self.nodes()
         return Output(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -225,7 +211,6 @@ class InFlightRequests:
 
 
 def _goes_on(answer: EngineAnswer, request: RolloutRequest) -> bool:
-    """Return whether a piece of an answer has ended at its length alone."""
     stops = set(answer.token_ids.tolist()).intersection(request.sampling.stop_token_ids)
     return answer.reason == "length" and not stops
 

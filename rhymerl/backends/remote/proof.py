@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rhymerl.backends.remote.answers import EngineAnswer
-from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.client import LONGEST_S, Client
 from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.engine.noise import log_race_times, noise_keys
 from rhymerl.errors import BackendError
@@ -38,7 +38,7 @@ def prove_server(client: Client, policy: Policy, dtype: str) -> None:
     params = _params(request, num_tokens=vocabulary)
     wanted = {"sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
     of_whom = f"the SGLang engine at {client.url}, a proof"
-    said = client.post("/generate", {"rid": request.id, "input_ids": prompt, **wanted})
+    said = client.post("/generate", {"rid": request.id, "input_ids": prompt, **wanted}, timeout_s=LONGEST_S)
     answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=vocabulary)
     tokens = torch.from_numpy(answer.token_ids).long()
     logits = _logits(policy, prompt, answer.token_ids.tolist())
@@ -80,7 +80,8 @@ def _follows(policy: Policy, dtype: str, tokens: list[int], *, seed: int) -> boo
 def _sampled(client: Client, seed: int) -> list[int]:
     sampling = SamplingParams(max_tokens=_SAMPLED, temperature=_TEMPERATURE)
     request = _request(np.array(_SHORT, np.int32), seed=seed, sampling=sampling)
-    answer = client.post("/generate", {"rid": request.id, "input_ids": _SHORT, "sampling_params": _params(request)})
+    content = {"rid": request.id, "input_ids": _SHORT, "sampling_params": _params(request)}
+    answer = client.post("/generate", content, timeout_s=LONGEST_S)
     tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         raise BackendError(

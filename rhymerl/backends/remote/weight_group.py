@@ -1,4 +1,4 @@
-"""New weights over a process group of the trainer and its engines' ranks, on one or several nodes, without disk."""
+"""New weights over a process group of the trainer and its engine's ranks, on one or several nodes, without disk."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from rhymerl.backends.remote.client import NoAnswerError
-from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.backends.remote.weights import buckets, update_session
 from rhymerl.errors import BackendError
 
@@ -37,22 +36,22 @@ _environment = Lock()
 
 
 class WeightGroup:
-    """The trainer is rank 0; the others are the engines' ranks, `ranks` of each. Joined when it is made, until `close`.
+    """The trainer is rank 0; the others are the engine's `ranks`. Joined when it is made, until `close`.
 
-    Every rank of the trainer makes one with its own engines; the trainer's own groups have nothing to do with it. NCCL
-    for engines on GPUs, gloo for those on a CPU. Raises BackendError when an engine refuses, NoAnswerError when one is
+    Every rank of the trainer makes one with its own engine; the trainer's own groups have nothing to do with it. NCCL
+    for an engine on GPUs, gloo for one on a CPU. Raises BackendError when the engine refuses, NoAnswerError when it is
     dead or says nothing for too long; the group is closed then.
     """
 
-    def __init__(self, fleet: Fleet, *, ranks: int, device: torch.device) -> None:
-        self.fleet = fleet
+    def __init__(self, engine: Client, *, ranks: int, device: torch.device) -> None:
+        self.engine = engine
         self.device = device
         self._group: Any = None
         self._has_failed = False
         self._timeout = timedelta(seconds=_JOIN_S)
-        # The name is its own: engines may still be in the group of a trainer that was killed.
+        # The name is its own: the engine may still be in the group of a trainer that was killed.
         self._name = f"rhymerl_weights_{uuid.uuid4().hex}"
-        address, size = _own_address([engine.host for engine in fleet.engines]), 1 + ranks * len(fleet.engines)
+        address, size = _seen_from(engine.host), 1 + ranks
         # Not by torch's rendezvous: under torchrun that looks for a store of the launcher's at whatever address it is
         # given.
         self._rendezvous: TCPStore | None = TCPStore(
@@ -65,14 +64,14 @@ class WeightGroup:
             "world_size": size,
             "group_name": self._name,
             "backend": backend,
+            "rank_offset": 1,
         }
-        contents = [{**content, "rank_offset": offset} for offset in range(1, size, ranks)]
         self._joining: Future[None] = _in_background(partial(self._join, content))
-        self._meanwhile("/init_weights_update_group", contents, self._joining)
+        self._meanwhile("/init_weights_update_group", content, self._joining)
 
     def _join(self, content: Mapping[str, Any]) -> None:
         """Make a group beside the default one, as SGLang makes its side."""
-        # A connection as the engines have theirs: whoever waits at it fails as soon as the store is gone.
+        # A connection as the engine has its own: whoever waits at it fails as soon as the store is gone.
         address, port, size = content["master_address"], content["master_port"], content["world_size"]
         store = PrefixStore(self._name, TCPStore(address, port, size, timeout=self._timeout, wait_for_workers=False))
         backend, name = dist.Backend(content["backend"]), cast(Any, self._name)
@@ -83,8 +82,7 @@ class WeightGroup:
         self._group = group
 
     def send(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, version: int) -> None:
-        """Send all of them, a bucket at a time."""
-        with update_session(self.fleet):
+        with update_session(self.engine):
             for bucket in buckets(named, dtype):
                 self._send(bucket, dtype, version)
 
@@ -109,28 +107,24 @@ class WeightGroup:
                 for work in works:
                     work.wait(self._timeout)  # without one NCCL would only have the stream wait
 
-        contents = [content] * len(self.fleet.engines)
-        self._meanwhile("/update_weights_from_distributed", contents, _in_background(broadcast))
+        self._meanwhile("/update_weights_from_distributed", content, _in_background(broadcast))
 
-    def _meanwhile(self, path: str, contents: Sequence[Mapping[str, Any]], here: Future[None]) -> None:
-        """Wait until `here` and the engines' part of it are done.
+    def _meanwhile(self, path: str, content: Mapping[str, Any], here: Future[None]) -> None:
+        """Wait until `here` and the engine's part of it are done.
 
-        The first failure is raised, an engine's before a failure of `here`; then all leave the group.
+        A failure is raised, the engine's before that of `here`; then both leave the group.
         """
-        there = [
-            _in_background(partial(engine.post, path, content, timeout_s=self.fleet.timeout_s))
-            for engine, content in zip(self.fleet.engines, contents, strict=True)
-        ]
+        there = _in_background(partial(self.engine.post, path, content))
         try:
-            first = wait([here, *there], return_when=FIRST_EXCEPTION).done
-            wait([here, *there], _SETTLE_S)
-            for side in filter(Future.done, [*(first - {here}), *there, here]):
+            wait([here, there], return_when=FIRST_EXCEPTION)
+            wait([here, there], _SETTLE_S)
+            for side in filter(Future.done, [there, here]):
                 side.result()
         except BaseException as error:
             self._has_failed = True
             self.close()
             if isinstance(error, RuntimeError):  # torch's
-                kind = BackendError if all(each.done() for each in there) else NoAnswerError
+                kind = BackendError if there.done() else NoAnswerError
                 raise kind(f"backend.weights='distributed': {error}") from error
             raise
 
@@ -140,22 +134,20 @@ class WeightGroup:
         return self._rendezvous is None
 
     def close(self) -> None:
-        """Leave the group with all engines, some of which may be gone. May be called twice."""
+        """Leave the group with the engine, which may be gone. May be called twice."""
         if self._rendezvous is None:
             return
         self._rendezvous = None
         leaving = _in_background(self._leave)
-        content = {"group_name": self._name}
         with suppress(BackendError):
-            self.fleet.each(
-                lambda _, engine: engine.post("/destroy_weights_update_group", content, timeout_s=_PARTING_S)
-            )
+            content = {"group_name": self._name}
+            self.engine.post("/destroy_weights_update_group", content, timeout_s=_PARTING_S)
         wait([leaving], _PARTING_S)
 
     def _leave(self) -> None:
-        """Leave at the same time as the engines.
+        """Leave at the same time as the engine.
 
-        A group ends when nothing is under way in it, which may need that they have left.
+        A group ends when nothing is under way in it, which may need that the engine has left.
         """
         wait([self._joining])
         group, self._group = self._group, None
@@ -194,16 +186,8 @@ def _told_of_errors() -> Iterator[None]:
                 os.environ[_ERRORS] = before
 
 
-def _own_address(hosts: Sequence[str]) -> str:
-    """Return this machine's address as all `hosts` see it.
-
-    It is not a loopback address if one of them is another machine.
-    """
-    addresses = [_seen_from(host) for host in hosts]
-    return next((address for address in addresses if not address.startswith(("127.", "::1"))), addresses[0])
-
-
 def _seen_from(host: str) -> str:
+    """Return this machine's address as the engine's host sees it."""
     family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing

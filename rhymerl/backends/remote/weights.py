@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rhymerl.backends.remote.client import Client, RefusedError
-from rhymerl.backends.remote.fleet import Fleet
+from rhymerl.backends.remote.client import Client, RefusedError, UnknownPathError
 from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.errors import BackendError
 
@@ -36,7 +35,7 @@ _ROOM = 1.2  # times what is written that has to be free in shared memory
 
 
 def from_tensors(
-    fleet: Fleet,
+    engine: Client,
     named: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     *,
@@ -44,13 +43,12 @@ def from_tensors(
     ranks: int,
     version: int,
 ) -> None:
-    """Hand over copies in memory of `device`, which the engines share, a bucket at a time."""
-    with update_session(fleet):
+    """Hand over copies in memory of `device`, which the engine shares, a bucket at a time."""
+    with update_session(engine):
         for bucket in buckets(named, dtype):
             # What has been shared once stays so, and the policy's own memory is not to.
             copies = [(name, tensor.to(device, copy=True)) for name, tensor in bucket]
-            contents = [_shared(copies, ranks, version) for _ in fleet.engines]
-            fleet.post_each("/update_weights_from_tensor", contents)
+            engine.post("/update_weights_from_tensor", _shared(copies, ranks, version))
 
 
 def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[
 
 
 def from_disk(
-    fleet: Fleet,
+    engine: Client,
     named: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     folder: Path,
@@ -92,19 +90,19 @@ def from_disk(
             "weight_version": str(version),
             "flush_cache": False,
         }
-        fleet.post("/update_weights_from_disk", content)
+        engine.post("/update_weights_from_disk", content)
     except RefusedError as error:
         raise RefusedError(f"{error}; does it see {folder}? That is below backend.folder") from error
     finally:
         file.unlink()
 
 
-def flush(fleet: Fleet) -> None:
+def flush(engine: Client) -> None:
     """Forget keys and values of older weights. Nothing may be in flight; a last pass may still be under way."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         try:
-            fleet.post("/flush_cache", {})
+            engine.post("/flush_cache", {})
         except RefusedError:
             if time.monotonic() > deadline:
                 raise
@@ -113,8 +111,10 @@ def flush(fleet: Fleet) -> None:
             return
 
 
-def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the tensors in the engine's dtype, about a quarter of a gigabyte at a time."""
+def buckets(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the tensors in the engine's dtype (None: in their own), about a quarter of a gigabyte at a time."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:
@@ -168,8 +168,8 @@ def make_folder(folder: Path, model: PreTrainedModel, *, copies: int = 1, in_mem
     return folder / "weights"
 
 
-def _ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(dtype)
+def _ready(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.detach().to(dtype or tensor.dtype)
 
 
 def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
@@ -188,20 +188,21 @@ def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
 
 
 @contextmanager
-def update_session(fleet: Fleet) -> Iterator[None]:
+def update_session(engine: Client) -> Iterator[None]:
     """Newer engines want to know where an update begins and ends; older ones do not know the words."""
-    have_sessions = fleet.each(lambda _, engine: _begins(engine, fleet.timeout_s))
+    has_sessions = _begins(engine)
     yield  # what an error leaves open is ended by the next one
-    if any(have_sessions):
-        fleet.each(
-            lambda i, engine: have_sessions[i] and engine.post("/end_weight_update", {}, timeout_s=fleet.timeout_s)
-        )
+    if has_sessions:
+        engine.post("/end_weight_update", {})
 
 
-def _begins(engine: Client, timeout_s: float) -> bool:
+def _begins(engine: Client) -> bool:
     """Return whether it knows of sessions; one that a failed or killed trainer has left open is ended before."""
     try:
-        return engine.post_if_known("/begin_weight_update", timeout_s=timeout_s)
+        engine.post("/begin_weight_update", {})
+    except UnknownPathError:
+        return False
     except RefusedError:
-        engine.post("/end_weight_update", {}, timeout_s=timeout_s)
-        return engine.post_if_known("/begin_weight_update", timeout_s=timeout_s)
+        engine.post("/end_weight_update", {})
+        engine.post("/begin_weight_update", {})
+    return True

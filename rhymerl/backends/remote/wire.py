@@ -14,6 +14,7 @@ import numpy as np
 from rhymerl.types import IntArray, Output, Prompt, RolloutRequest, SamplingParams, Split
 
 KEY = "rhymerl"  # in custom_params
+_TEXTS, _COUNTS = ("id", "prompt_id", "prompt_key"), ("sample", "offset", "segment", "feed", "num_tokens")
 _SEED = re.compile(r"-?[0-9]{1,20}")
 _PACKED = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _log = logging.getLogger(__name__)
@@ -78,19 +79,12 @@ def _unpacked(text: str) -> IntArray:
 
 def _of_others(rid: str, tokens: IntArray) -> dict[str, Any]:
     key = "other-" + _hash(tokens.tobytes()).hex()
-    seed = int.from_bytes(_hash(rid.encode()), "little")
-    return {
-        "id": rid,
-        "sample": 0,
-        "seed": seed,
-        "split": "train",
-        "prompt_id": key,
-        "prompt_key": key,
-        "offset": 0,
-        "segment": 0,
-        "feed": 0,
-        "num_tokens": 0,
-    }
+    named = {"id": rid, "prompt_id": key, "prompt_key": key, "seed": _seed_of(rid), "split": "train"}
+    return {**named, **dict.fromkeys(_COUNTS, 0)}
+
+
+def _seed_of(rid: str) -> int:
+    return int.from_bytes(_hash(rid.encode()), "little")
 
 
 def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
@@ -98,7 +92,7 @@ def noise_of(params: Mapping[str, Any] | None, rid: str) -> tuple[int, int]:
     own = _own(params)
     if own is None and isinstance(params, Mapping) and params.get(KEY):
         _log.warning("rhymerl: request %s has malformed custom_params[%r] and is sampled as if it had none", rid, KEY)
-    return (int(own["seed"]), own["offset"]) if own else (int.from_bytes(_hash(rid.encode()), "little"), 0)
+    return (int(own["seed"]), own["offset"]) if own else (_seed_of(rid), 0)
 
 
 def feed_of(params: Mapping[str, Any] | None) -> int:
@@ -121,30 +115,15 @@ def _own(params: Any) -> dict[str, Any] | None:
     own = params.get(KEY) if isinstance(params, Mapping) else None
     if not isinstance(own, Mapping):
         return None
-    held = {
-        name: own.get(name)
-        for name in (
-            "id",
-            "prompt_id",
-            "prompt_key",
-            "sample",
-            "seed",
-            "split",
-            "offset",
-            "segment",
-            "feed",
-            "num_tokens",
-        )
-    }
+    held = {name: own.get(name) for name in (*_TEXTS, *_COUNTS, "seed", "split", *{"prefetched"} & own.keys())}
     is_sound = (
-        all(isinstance(held[name], str) for name in ("id", "prompt_id", "prompt_key"))
-        and all(_is_count(held[name]) for name in ("sample", "offset", "segment", "feed", "num_tokens"))
+        all(isinstance(held[name], str) for name in _TEXTS)
+        and all(_is_count(held[name]) for name in _COUNTS)
         and _SEED.fullmatch(str(held["seed"])) is not None
         and held["split"] in get_args(Split)
+        and ("prefetched" not in held or _is_packed(held["prefetched"]))
     )
-    if not is_sound or "prefetched" not in own:
-        return held if is_sound else None
-    return {**held, "prefetched": own["prefetched"]} if _is_packed(own["prefetched"]) else None
+    return held if is_sound else None
 
 
 def _is_packed(text: object) -> bool:

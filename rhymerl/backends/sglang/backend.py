@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rhymerl.backends.base import HISTORY_TOKENS, ServedBackend
+from rhymerl.backends.remote.addresses import engines_at
 from rhymerl.backends.remote.client import Client
-from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.node import NodePosition
 from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.sglang.arguments import check, check_for_ranks, engine_dtype
@@ -148,7 +148,7 @@ class SGLangBackend(ServedBackend):
 
     def servers(self) -> Sequence[SGLangBackend]:
         """Return a backend for each of them, whose `start` asks nothing of other ranks."""
-        engines, found = Fleet.at(self._addresses).engines, []
+        engines, found = engines_at(self._addresses), []
         shared = SharedWeightFile(len(engines))
         for engine in engines:
             one = copy(self)

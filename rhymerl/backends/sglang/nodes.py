@@ -28,7 +28,6 @@ class AllowedNodes:
 
     @property
     def exact(self) -> int | None:
-        """Return the only allowed number, None if there are several."""
         return self.least if self.least == self.most else None
 
     def __contains__(self, nodes: int) -> bool:

@@ -19,9 +19,8 @@ from rhymerl.history.packing import pack_delta
 class FeedSender:
     """Sends the history; `version` is the latest message's there, and skips some if others send messages too."""
 
-    def __init__(self, engine: Client, *, timeout_s: float) -> None:
+    def __init__(self, engine: Client) -> None:
         self.engine = engine
-        self.timeout_s = timeout_s
         self.version = 0
 
     def write(self, feed: FeedMessage) -> None:
@@ -32,15 +31,14 @@ class FeedSender:
             raise BackendError(
                 f"{len(content)} bytes of history for {self.engine.url}: at most {LARGEST_BYTES} can be sent at once"
             )
-        self.version = _number(self.engine.post(ROUTE, content, timeout_s=self.timeout_s), "version", self.engine)
+        self.version = _number(self.engine.post(ROUTE, content), "version", self.engine)
 
 
 class ServedCounters(Counters):
     """The counts from when this is made, as they were when `since` was last called."""
 
-    def __init__(self, engine: Client, *, timeout_s: float) -> None:
+    def __init__(self, engine: Client) -> None:
         self._engine = engine
-        self._timeout_s = timeout_s
         self._before = self._asked()
         self._values, self._reported, self._begun = np.zeros((3, len(COUNTS)))
 
@@ -50,7 +48,7 @@ class ServedCounters(Counters):
         return super().since()
 
     def _asked(self) -> npt.NDArray[np.float64]:
-        answer = self._engine.get(ROUTE, timeout_s=self._timeout_s)
+        answer = self._engine.get(ROUTE)
         if not _is_ours(answer):
             raise _unknown(answer, self._engine)
         counts = answer["counters"]
@@ -65,12 +63,11 @@ class ServedDrafter:
     counters: ServedCounters
 
     @classmethod
-    def at(cls, engine: Client, *, timeout_s: float) -> ServedDrafter | None:
+    def at(cls, engine: Client) -> ServedDrafter | None:
         """Return the drafter of a server, None without our route. Raises BackendError as `Client.get` does."""
-        if not _is_ours(engine.get_if_known(ROUTE, timeout_s=timeout_s)):
+        if not _is_ours(engine.get_if_known(ROUTE)):
             return None
-        counters = ServedCounters(engine, timeout_s=timeout_s)
-        return cls(feed=FeedSender(engine, timeout_s=timeout_s), counters=counters)
+        return cls(feed=FeedSender(engine), counters=ServedCounters(engine))
 
 
 def _is_ours(answer: Any) -> bool:

@@ -6,16 +6,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from rhymerl.backends.remote import weights
+from rhymerl.backends.remote.addresses import engines_at
 from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.backends.remote.delivery import NO_WEIGHTS, Delivery
 from rhymerl.backends.remote.drafter_feed import FeedMessage
-from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.in_flight import InFlightRequest, InFlightRequests
 from rhymerl.backends.sglang.arguments import engine_dtype
 from rhymerl.backends.sglang.own import OwnEngine
@@ -68,14 +69,14 @@ class Session:
 
     def _found(self, addresses: Sequence[Client]) -> int:
         """Find the engine; return how many tokens a request and pass it has. Raises ConfigError for several."""
-        self.fleet = Fleet.at(addresses, timeout_s=self.settings.silence_timeout_s)
-        engine, *others = self.fleet.engines
+        engine, *others = engines_at(addresses)
         if others:
             raise ConfigError(
                 f"backend.url={[each.url for each in addresses]}: several servers are workers, each with its own backend"
             )
-        self._served = ServedDrafter.at(engine, timeout_s=self.settings.silence_timeout_s)
-        return tokens_a_pass(engine, self.settings, self.drafter, takes_history=self._served is not None)
+        self.engine = engine.another(timeout_s=self.settings.silence_timeout_s)
+        self._served = ServedDrafter.at(self.engine)
+        return tokens_a_pass(self.engine, self.settings, self.drafter, takes_history=self._served is not None)
 
     def _started(self) -> int:
         """Start an engine of our own; return how many tokens a request and pass it has."""
@@ -87,15 +88,14 @@ class Session:
             folder=self.folder,
             model=self.weights_folder,
         )
-        self.fleet = Fleet([self._own.client], timeout_s=self.settings.silence_timeout_s)
+        self.engine = self._own.client.another(timeout_s=self.settings.silence_timeout_s)
         return self.settings.n
 
     def _connect(self) -> None:
-        """Connect to the engine, which has no weights yet."""
         is_shared = self.policy.device.type == "cuda" and self._own is not None
         way = self.settings.weights if self.settings.weights != "auto" else "tensor" if is_shared else "disk"
         self._delivery = Delivery(
-            self.fleet,
+            self.engine,
             self.policy,
             way=way,
             dtype=self._dtype,
@@ -107,7 +107,7 @@ class Session:
         # Requests that wait in an engine would get between the pieces of an answer.
         max_sent = (_SENT if piece_s is None else 1) * self.settings.max_running
         self._in_flight = InFlightRequests(
-            self.fleet.engines[0],
+            self.engine,
             num_tokens=num_tokens(self.policy.model),
             nodes=self._nodes_a_pass if self._tokens_a_pass > 1 else None,
             max_sent=max_sent,
@@ -139,7 +139,7 @@ class Session:
         old, version = self._in_flight, self.version if version is None else version
         self._delivery.close()
         old.close()
-        self.fleet = Fleet([self._own.client], timeout_s=self.settings.silence_timeout_s)
+        self.engine = self._own.client.another(timeout_s=self.settings.silence_timeout_s)
         self._connect()
         if version != NO_WEIGHTS:
             self._load(self.policy.named_weights(), version)
@@ -187,7 +187,6 @@ class Session:
 
     @property
     def version(self) -> int:
-        """Return the version of the engines' weights."""
         return self._delivery.version
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ class Session:
         if time.monotonic() - self._heard_s < self.settings.silence_timeout_s:
             return
         try:
-            self.fleet.each(lambda _, engine: engine.get("/health_generate", timeout_s=_HEALTH_S))
+            self.engine.get("/health_generate", timeout_s=_HEALTH_S)
         except BackendError as error:
             raise self._silence(
                 "no answer has come for so long, and an SGLang engine fails its health check", error
@@ -258,7 +257,6 @@ class Session:
         return {**sent, **{each.request.id: len(each.output) for each in self.outputs()}}
 
     def outputs(self) -> list[Completion]:
-        """Return the tokens so far of requests in flight that have pieces of an answer."""
         return self._in_flight.outputs()
 
     def withdraw(self, ids: Iterable[str] | None) -> list[Completion]:
@@ -296,7 +294,7 @@ class Session:
                     raise self._silence("an SGLang engine has not given requests back for so long")
                 with suppress(BackendError):  # whether it is gone is seen by its answers
                     self._in_flight.engine.post("/abort_request", {"rid": sent.rid}, timeout_s=_ABORT_S)
-            self._in_flight.settle(left, _LOOK_S)
+            wait([sent.answer for sent in left], _LOOK_S)
             if self._own is not None:
                 self._own.check()
         for sent in requests:

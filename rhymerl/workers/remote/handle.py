@@ -49,13 +49,11 @@ class WorkerHandle:
         return self.is_late and not self.is_up
 
     def ask(self, wait_s: float) -> Future[Events]:
-        """Return a future of the worker's next events."""
         if self.asked is None:
             self.asked, self.asked_at = self.connection.poll(wait_s), time.monotonic()
         return self.asked
 
     def note(self, events: Events) -> None:
-        """Note the events that are about this worker alone."""
         self.is_here = True
         self.version = events.version
         self.busy_s += sum(span.seconds for span in events.spans if span.activity == "decode")

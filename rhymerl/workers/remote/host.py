@@ -67,7 +67,6 @@ class WorkerHost(Host):
     # -- for others --------------------------------------------------------------------------------------------------
 
     def post(self, message: HostMessage) -> None:
-        """Take a message."""
         with self._changed:
             self._inbox.append(message)
             self._changed.notify_all()

@@ -21,7 +21,7 @@ from rhymerl.workers.messages import Learn, Measure, Weights
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.remote.pool import WorkerPool
-from rhymerl.workers.run_ahead import RunAheadState, digest_of
+from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.versions import Versions
 
 _SLICE_S = 0.05  # between two looks of the coordinator
@@ -111,14 +111,14 @@ class HostedWorkers(Workers):
             self._resumed = None if state is not None else self._resumed
             return self._launch(work, *self._of_state(state, work))
         self._ahead = None
-        if ahead.work.step == work.step and _asked(ahead.work) == _asked(work):
+        if ahead.work.step == work.step and ahead.work.asked == work.asked:
             ahead.work = work
             return ahead
         self._pool.abandon(ahead)
         return self._launch(work, self._plan(work))
 
     def _of_state(self, state: RunAheadState | None, work: StepRequests) -> tuple[SharedPlan, Mapping[str, Output]]:
-        if state is None or state.asked != _asked(work):
+        if state is None or state.asked != work.asked:
             return self._plan(work), {}
         plan = state.plan if len(state.plan.queues) == len(self._pool.handles) else self._plan(work)
         return plan, state.outputs
@@ -249,7 +249,3 @@ class HostedWorkers(Workers):
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _asked(work: StepRequests) -> str:
-    return digest_of(work.requests, episodes=work.episodes)

@@ -10,7 +10,7 @@ from itertools import islice
 from rhymerl.types import Completion, Output, RolloutRequest
 from rhymerl.workers.coordinator import ProgressReport, SharedPlan, StepRequests
 from rhymerl.workers.messages import OutputDelta, Submit
-from rhymerl.workers.run_ahead import RunAheadState, digest_of
+from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.versions import Versions
 
 
@@ -51,13 +51,11 @@ class InFlight:
         return Submit(requests=requests, priority=self.work.priority, versions=self.versions)
 
     def finish(self, name: str, output: Output) -> None:
-        """Note an answer."""
         del self.worker[name]
         self.outputs[name] = output
         self.finished.append(name)
 
     def extend(self, delta: OutputDelta) -> None:
-        """Note how far an answer is."""
         self.outputs[delta.id] = delta.behind(self.outputs.get(delta.id))
 
     def take(self) -> list[Completion]:
@@ -75,7 +73,6 @@ class InFlight:
         return [Completion(request=self.work.requests[self.index[name]], output=self.outputs[name]) for name in names]
 
     def report(self, completed: Iterable[Completion], *, tells_tokens: bool) -> ProgressReport:
-        """Return what the coordinator is to know."""
         known = ((name, self.outputs.get(name)) for name in self.worker) if tells_tokens else ()
         return ProgressReport(
             finished=tuple(self.index[each.request.id] for each in completed),
@@ -86,5 +83,4 @@ class InFlight:
         """Return what a run that ends here goes on from; None for an evaluation."""
         if self.work.number is None:
             return None
-        asked = digest_of(self.work.requests, episodes=self.work.episodes)
-        return RunAheadState(step=self.work.number, asked=asked, plan=self.plan, outputs=dict(self.outputs))
+        return RunAheadState(step=self.work.number, asked=self.work.asked, plan=self.plan, outputs=dict(self.outputs))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import KW_ONLY, dataclass
 
 from rhymerl.environments.build import EpisodeSettings
 from rhymerl.errors import BackendError, RhymeError
@@ -25,6 +26,7 @@ _CLOSE_S = 10.0
 _LOSSES = 5  # of one worker in a row that had requests and told of no token
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """`num_workers` workers of a backend that has been started, and the steps that they have requests of.
 
@@ -32,36 +34,37 @@ class WorkerPool:
     its lock, is held. In lockstep workers report only in `step`.
     """
 
-    def __init__(
-        self, backend: HostedBackend, *, num_workers: int, lockstep: bool, episodes: EpisodeSettings | None = None
-    ) -> None:
+    backend: HostedBackend
+    _: KW_ONLY
+    num_workers: int
+    lockstep: bool
+    episodes: EpisodeSettings | None = None
+
+    def __post_init__(self) -> None:
         self.num_lost = 0
         self.changed = threading.Condition(threading.RLock())
         self.pending: list[InFlight] = []  # the oldest first
         self.history: HistoryStore | None = None  # for drafters that want it
         self.weights: Weights | None = None
-        self._backend = backend
-        self._lockstep = lockstep
-        self._episodes = episodes
         self._error: Exception | None = None
-        self._losses = [0] * num_workers
+        self._losses = [0] * self.num_workers
         # The newest answers, and of which split and version of the history they are.
         self._newest_answers: tuple[tuple[Split, int] | None, Sequence[PackedPrompt]] = (None, ())
-        self._poll_s = max(_POLL_S, _POLL_EACH_S * num_workers)
+        self._poll_s = max(_POLL_S, _POLL_EACH_S * self.num_workers)
         self._is_closed = False
         self._listener: threading.Thread | None = None
-        if num_workers:
-            backend.reserve(num_workers)
-        least = backend.least_workers(num_workers)
-        self.handles = [self._handle(number, is_late=number >= least) for number in range(num_workers)]
-        if num_workers and not lockstep:
+        if self.num_workers:
+            self.backend.reserve(self.num_workers)
+        least = self.backend.least_workers(self.num_workers)
+        self.handles = [self._handle(number, is_late=number >= least) for number in range(self.num_workers)]
+        if self.num_workers and not self.lockstep:
             self._listener = threading.Thread(target=self._listen, name="worker pool", daemon=True)
             self._listener.start()
 
     def _handle(self, number: int, *, is_late: bool = False) -> WorkerHandle:
-        connection = self._backend.connect(number, lockstep=self._lockstep)
-        if self._episodes is not None:
-            connection.post(self._episodes)
+        connection = self.backend.connect(number, lockstep=self.lockstep)
+        if self.episodes is not None:
+            connection.post(self.episodes)
         return WorkerHandle(number=number, connection=connection, is_late=is_late)
 
     def close(self) -> None:
@@ -186,7 +189,7 @@ class WorkerPool:
         First all of them have stopped: what one tells may move requests of another, which is not to hear of it before
         its next exchange.
         """
-        asked = [(handle, handle.asked) for handle in self.handles if self._lockstep and handle.asked is not None]
+        asked = [(handle, handle.asked) for handle in self.handles if self.lockstep and handle.asked is not None]
         for handle, told in asked:
             self._wait_for(handle, told)
         for handle, _ in asked:
@@ -194,9 +197,9 @@ class WorkerPool:
 
     def _wait_for(self, handle: WorkerHandle, asked: Future[Events]) -> None:
         """Wait for a worker in lockstep, however long its passes take. Raises BackendError if it never answers."""
-        limit_s = self._backend.hang_timeout_s if handle.is_here else self._backend.start_timeout_s
+        limit_s = self.backend.hang_timeout_s if handle.is_here else self.backend.start_timeout_s
         while not wait([asked], limit_s).done:
-            if handle.connection.is_alive(self._backend.hang_timeout_s):
+            if handle.connection.is_alive(self.backend.hang_timeout_s):
                 continue
             if not handle.is_here:
                 raise self._absent(handle)
@@ -234,7 +237,6 @@ class WorkerPool:
         return next((each for each in self.pending if each.worker.get(name) == handle.number), None)
 
     def _take_released(self, events: Events, handle: WorkerHandle) -> None:
-        """Give withdrawn requests to the workers that they were moved to."""
         by_goal: dict[tuple[int, int], list[str]] = {}
         for name, output in events.released:
             if (pending := self._owned(name, handle)) is None:
@@ -254,28 +256,28 @@ class WorkerPool:
         now = time.monotonic()
         for handle in self.handles:
             is_silent = handle.asked is not None and not handle.asked.done()
-            if handle.is_here and is_silent and now - handle.asked_at > self._backend.hang_timeout_s:
+            if handle.is_here and is_silent and now - handle.asked_at > self.backend.hang_timeout_s:
                 self._replace(handle, f"no answer for {now - handle.asked_at:.0f} s")
-            elif not handle.is_up and self.weights is not None and now - handle.since > self._backend.start_timeout_s:
+            elif not handle.is_up and self.weights is not None and now - handle.since > self.backend.start_timeout_s:
                 self._miss(handle)
 
     def _miss(self, handle: WorkerHandle) -> None:
-        if not self._backend.goes_on_short or not any(each.is_up for each in self.handles):
+        if not self.backend.goes_on_short or not any(each.is_up for each in self.handles):
             raise self._absent(handle)
         if not handle.is_late:
             self._replace(handle, self._too_late)
 
     @property
     def _too_late(self) -> str:
-        return f"has not come up within backend.start_timeout_s={self._backend.start_timeout_s:g}"
+        return f"has not come up within backend.start_timeout_s={self.backend.start_timeout_s:g}"
 
     def _absent(self, handle: WorkerHandle) -> BackendError:
-        why = self._backend.why_absent()
+        why = self.backend.why_absent()
         return BackendError(f"worker {handle.number} {self._too_late}" + (f": {why}" if why else ""))
 
     def _replace(self, handle: WorkerHandle, reason: str) -> None:
         """Give a lost worker's requests to others, and start another worker in its place."""
-        if self._lockstep:
+        if self.lockstep:
             raise BackendError(f"worker {handle.number} is lost ({reason}), and others cannot go on for it in lockstep")
         self.num_lost += 1
         self._losses[handle.number] += any(handle.number in each.worker.values() for each in self.pending)

@@ -6,11 +6,12 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rhymerl.backends.base import HISTORY_TOKENS, RolloutBackend, ServedBackend
 from rhymerl.backends.embedded import EmbeddedBackend
+from rhymerl.backends.remote.weights import buckets
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
@@ -30,13 +32,13 @@ from rhymerl.progress import counted
 from rhymerl.types import Autocast
 from rhymerl.version import __version__
 from rhymerl.workers.messages import Events, HostMessage, WeightSource
-from rhymerl.workers.remote.actor import HostRecipe, RayWorker
+from rhymerl.workers.remote.actor import RayWorker, policy_here
 from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.cluster import answers, places, started_here, words_of
+from rhymerl.workers.remote.host import EngineLoader
 from rhymerl.workers.remote.publishing import Publisher
 from rhymerl.workers.remote.ray_watcher import Watcher
 
-_BUCKET_BYTES = 2**28
 _QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -52,23 +54,12 @@ class SharedWeights(WeightSource):
         return {name: _tensor(*each) for bucket in ray.get(self.references) for name, each in bucket.items()}
 
 
-def _buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, tuple[Any, str, tuple[int, ...]]]]:
-    """Yield the arrays of some tensors at a time, so that sharded ones are not all in this process's memory at once."""
-    bucket, size = {}, 0
-    for name, tensor in named_tensors:
-        bucket[name] = _array(tensor)
-        size += tensor.nbytes
-        if size >= _BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-    if bucket:
-        yield bucket
-
-
 def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> SharedWeights:
+    """Put some tensors at a time, so that sharded ones are not all in this process's memory at once."""
     import ray
 
-    return SharedWeights(references=[ray.put(bucket) for bucket in _buckets(named_tensors)])
+    found = buckets(named_tensors)
+    return SharedWeights(references=[ray.put({name: _array(each) for name, each in bucket}) for bucket in found])
 
 
 def _array(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
@@ -200,7 +191,7 @@ class RayBackend(HostedBackend):
         self.says_routes = self._engine.says_routes
         self.counts_passes = self._engine.counts_passes
         self.max_running = self._engine.max_running
-        self._recipe: HostRecipe | None = None
+        self._load: EngineLoader | None = None
         self._connections: list[RayConnection] = []
         self._joined_ray = False
         self._watcher: Watcher | None = None  # of a cluster that was started here
@@ -234,15 +225,18 @@ class RayBackend(HostedBackend):
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")
         self._publisher = Publisher(policy.model, _put)
-        self._recipe = HostRecipe(
-            files=policy.files(),
-            dtype=policy.model.dtype,
-            attention=policy.model.config._attn_implementation,
+        self._load = EngineLoader(
+            make_policy=partial(
+                policy_here,
+                policy.files(),
+                dtype=policy.model.dtype,
+                attention=policy.model.config._attn_implementation,
+                in_host=self._engine.copies_weights,
+            ),
             engine=self._engine,
             drafter=drafter,
             budget=budget,
             autocast=autocast,
-            history={"max_tokens": self.history_tokens},
         )
 
     def connect(self, number: int, *, lockstep: bool) -> Connection:
@@ -255,7 +249,8 @@ class RayBackend(HostedBackend):
             concurrency_groups={"messages": 1, "questions": 1},
         )(RayWorker)
         # As bytes: arrays that Ray hands over cannot be written to.
-        connection = RayConnection(actor.remote(ray.cloudpickle.dumps(self._recipe), lockstep))
+        made = actor.remote(ray.cloudpickle.dumps(self._load), self.history_tokens, lockstep)
+        connection = RayConnection(made)
         self._connections.append(connection)
         return connection
 

@@ -20,7 +20,7 @@ from rhymerl.drafters.run_ahead import innermost
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.memory.base import Setup
-from rhymerl.models.copies import copy_weights, policy_of
+from rhymerl.models.copies import copy_weights, twin_of
 from rhymerl.models.policy import Policy
 from rhymerl.models.sharding import is_sharded
 from rhymerl.types import Autocast
@@ -118,14 +118,7 @@ class PolicyCopies:
             return self._newest[1]
 
     def _made(self, tensors: Mapping[str, Tensor]) -> Policy:
-        model = self.policy.model
-        made = policy_of(
-            self.policy.files(),
-            dtype=model.dtype,
-            attention=model.config._attn_implementation,
-            device=model.device,
-            in_host=is_sharded(model),
-        )
+        made = twin_of(self.policy, in_host=is_sharded(self.policy.model))
         copy_weights(made.model, tensors.items())
         return made
 

@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import _world
 
 from rhymerl.backends.remote import weight_group as group
 from rhymerl.backends.remote.client import NoAnswerError
-from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.weight_group import WeightGroup
 from rhymerl.errors import BackendError
 from tests.backends.sglang.weights_engine import weights_engine
@@ -47,8 +46,8 @@ def nobody_gives_up_early(monkeypatch):
     monkeypatch.setattr(group, "_JOIN_S", NEVER_S)
 
 
-def joined(*engines):
-    return WeightGroup(Fleet(engines, timeout_s=NEVER_S), ranks=1, device=torch.device("cpu"))
+def joined(engine):
+    return WeightGroup(engine.another(timeout_s=NEVER_S), ranks=1, device=torch.device("cpu"))
 
 
 def assert_nothing_is_left():
@@ -60,10 +59,10 @@ def assert_nothing_is_left():
         time.sleep(0.01)
 
 
-def assert_works(*engines):
-    with contextlib.closing(joined(*engines)) as weights:
+def assert_works(engine):
+    with contextlib.closing(joined(engine)) as weights:
         weights.send(NAMED, torch.float32, version=7)
-    assert [engine.get("/sums") for engine in engines] == [{"a": 300_000.0, "b": 10.0}] * len(engines)
+    assert engine.get("/sums") == {"a": 300_000.0, "b": 10.0}
     assert_nothing_is_left()
 
 
@@ -98,31 +97,22 @@ def test_groups_of_nccl_leave_the_environment_as_it_was(monkeypatch):
     assert os.environ[group._ERRORS] == "1"
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_one_that_does_not_join_is_told_at_once(two_engines, others):
-    """Also when another one is waiting for it, and would be for long."""
-    engines = [two_engines[0], *two_engines[1 : 1 + others]]
-    with (
-        refused(engines[0], INIT),
-        pytest.raises(BackendError, match=rf"refused {INIT} .*not with me"),
-    ):
-        joined(*engines)
+def test_one_that_does_not_join_is_told_at_once(two_engines):
+    engine, _ = two_engines
+    with refused(engine, INIT), pytest.raises(BackendError, match=rf"refused {INIT} .*not with me"):
+        joined(engine)
     assert_nothing_is_left()
-    assert_works(*engines)
+    assert_works(engine)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_one_that_takes_no_weights_is_told_at_once(two_engines, others):
-    engines = [two_engines[0], *two_engines[1 : 1 + others]]
-    weights = joined(*engines)
-    with (
-        refused(engines[0], UPDATE),
-        pytest.raises(BackendError, match=rf"refused {UPDATE} .*not with me"),
-    ):
+def test_one_that_takes_no_weights_is_told_at_once(two_engines):
+    engine, _ = two_engines
+    weights = joined(engine)
+    with refused(engine, UPDATE), pytest.raises(BackendError, match=rf"refused {UPDATE} .*not with me"):
         weights.send(NAMED, torch.float32, version=1)
     assert_nothing_is_left()
     weights.close()
-    assert_works(*engines)
+    assert_works(engine)
 
 
 @pytest.mark.parametrize("path", [INIT, UPDATE])
@@ -161,11 +151,10 @@ INTERRUPTED = """
 import os, signal, sys, threading, torch
 from rhymerl.backends.remote import weight_group as group
 from rhymerl.backends.remote.client import Client
-from rhymerl.backends.remote.fleet import Fleet
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it, as shells do in the background
 group._PARTING_S = 3.0
-weights = group.WeightGroup(Fleet([Client.at(sys.argv[1])]), ranks=1, device=torch.device("cpu"))
+weights = group.WeightGroup(Client.at(sys.argv[1]), ranks=1, device=torch.device("cpu"))
 threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
     weights.send([("a", torch.ones(300, 1000))], torch.float32, version=1)
@@ -185,10 +174,9 @@ def test_an_interrupted_trainer_does_not_wait_for_one_that_hangs():
 KILLED = """
 import os, sys, torch
 from rhymerl.backends.remote.client import Client
-from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.remote.weight_group import WeightGroup
 
-WeightGroup(Fleet([Client.at(sys.argv[1])]), ranks=1, device=torch.device("cpu"))
+WeightGroup(Client.at(sys.argv[1]), ranks=1, device=torch.device("cpu"))
 os._exit(0)
 """
 

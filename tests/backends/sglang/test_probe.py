@@ -9,6 +9,8 @@ import pytest
 
 from rhymerl.backends.sglang.plugin import probe
 from rhymerl.backends.sglang.plugin.probe import Findings
+from rhymerl.backends.sglang.plugin.settings import EngineSettings
+from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError
 
 
@@ -56,9 +58,10 @@ def test_a_module_that_is_gone_lacks_all_of_it(version, monkeypatch):
     assert Findings.of_this_version().drawing == ["sglang.srt.speculative.eagle_utils.verify_tree_greedy_func"]
 
 
-def test_findings_go_to_another_process():
+def test_findings_go_to_another_process(tmp_path):
     found = Findings(drafting=["a.b"], drawing=[])
-    assert Findings.from_json(found.to_json()) == found
+    EngineSettings.of(NoDrafter(), None, tmp_path).report(found)
+    assert EngineSettings.read_report(tmp_path) == found
 
 
 @pytest.mark.parametrize(

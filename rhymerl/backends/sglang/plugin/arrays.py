@@ -37,7 +37,6 @@ class TreeArrays:
 
     @classmethod
     def from_message(cls, message: npt.NDArray[np.int64], num_requests: int) -> TreeArrays | None:
-        """Build the trees of such an array."""
         n = int(message[0])
         if n == 0:
             return None

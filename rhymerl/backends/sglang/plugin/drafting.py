@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class VerifiedPass:
         )
 
 
+@dataclass(eq=False)
 class EngineDrafting:
     """Drafts by the protocol for SGLang's running batch: trees of one size per pass, rooted at a request's last token.
 
@@ -68,22 +69,17 @@ class EngineDrafting:
     that holds its largest draft.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        budget: Budget,
-        *,
-        vocabulary: int,
-        feed: FeedReader | None = None,
-        counters: Counters | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.protocol = DraftingProtocol(drafter, budget, vocabulary=vocabulary)
-        self.budget = budget
-        self._widths = (budget.widths or (0, budget.max_nodes)) if self.protocol.max_nodes else (0,)
-        self._feed = feed
-        self._counters = counters
-        self._clock = clock
+    drafter: Drafter
+    budget: Budget
+    _: KW_ONLY
+    vocabulary: int
+    feed: FeedReader | None = None
+    counters: Counters | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.protocol = DraftingProtocol(self.drafter, self.budget, vocabulary=self.vocabulary)
+        self._widths = (self.budget.widths or (0, self.budget.max_nodes)) if self.protocol.max_nodes else (0,)
         self._rows: dict[int, EngineRow] = {}  # by the identity of the engine's request: names come again
         self._verified: VerifiedPass | None = None  # the pass before, if the budget wants to hear of it
         self._is_skipped = False  # the drafter is left alone in the pass under way
@@ -91,7 +87,6 @@ class EngineDrafting:
 
     @property
     def n(self) -> int:
-        """Tokens of a request in a pass, at most."""
         return 1 + self.budget.max_nodes
 
     def propose(
@@ -123,7 +118,7 @@ class EngineDrafting:
         if width:
             arrays = tree_arrays(drafts, np.array([row.last for row in rows], np.int64), 1 + width)
         if started is not None:
-            self._count(draft_s=self._clock() - started)
+            self._count(draft_s=self.clock() - started)
         return arrays
 
     def _running(self, requests: Sequence[EngineRequest]) -> list[EngineRow]:
@@ -138,7 +133,7 @@ class EngineDrafting:
     def _follow(self, rows: Sequence[EngineRow], ahead: Callable[[], Sequence[Sequence[int]]]) -> float:
         """Take up what was sampled; return when it was known."""
         new = ahead()
-        known = self._clock()
+        known = self.clock()
         for row, tokens in zip(rows, new, strict=True):
             row.follow(tokens)
             self._tell(row)
@@ -152,7 +147,6 @@ class EngineDrafting:
             self.budget.metrics()
 
     def _width(self, drafts: DraftBatch) -> int:
-        """Return how many nodes of each request the pass computes."""
         largest = int(drafts.counts.max(initial=0))
         return next(width for width in self._widths if width >= largest)
 
@@ -172,8 +166,8 @@ class EngineDrafting:
             row = EngineRow.of(engine_request, self.n)
             row.request = self._named_apart(row.request, here)
             self._rows[id(engine_request)] = row
-            if self._feed is not None:
-                self._catch_up(self._feed, feed_of(engine_request.sampling_params.custom_params))
+            if self.feed is not None:
+                self._catch_up(self.feed, feed_of(engine_request.sampling_params.custom_params))
             self.protocol.start(row.request)
         return row
 
@@ -240,7 +234,7 @@ class EngineDrafting:
         self._verified = None
         for key in list(self._rows):
             self._finish(key)
-        if self._feed is None or self._feed.version == 0:
+        if self.feed is None or self.feed.version == 0:
             self.protocol.follow(_NOTHING_NEW)
 
     def _finish_departed(self, here: Set[int]) -> None:
@@ -255,8 +249,8 @@ class EngineDrafting:
         self.protocol.finish(row.completion())
 
     def _count(self, **amounts: float) -> None:
-        if self._counters is not None:
-            self._counters.add(**amounts)
+        if self.counters is not None:
+            self.counters.add(**amounts)
 
 
 def not_yet_known(

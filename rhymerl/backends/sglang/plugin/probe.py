@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rhymerl.errors import BackendError
 
@@ -64,15 +63,6 @@ class Findings:
             raise BackendError(
                 f"this version of SGLang lacks what rhymerl's drafters need ({', '.join(missing)}): take drafter=none, or another version"
             )
-
-    def to_json(self) -> str:
-        """Return it as JSON, for `from_json` in another process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Findings:
-        """Read what `to_json` has written."""
-        return cls(**json.loads(text))
 
 
 def _missing(wanted: Mapping[str, Sequence[str]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,13 +38,16 @@ class EngineRow:
     num_prompt: int  # tokens
     given: int  # tokens that came with the request
     limit: int  # of tokens, these included
-    end: int  # of what is in `tokens`
-    length: int  # of the prompt and what belongs to the answer
-    num_told: int  # tokens that the drafter's `accept` has heard of
     last: int  # of the tokens up to `end`
+    end: int = field(init=False)  # of what is in `tokens`
+    length: int = field(init=False)  # of the prompt and what belongs to the answer
+    num_told: int = field(init=False)  # tokens that the drafter's `accept` has heard of
     num_output: int = 0  # of the engine's output_ids, how many are in `tokens`
     has_stopped: bool = False  # the answer has its stop token
     num_passes: int = 1  # that the drafter has not heard of; the first one read the prompt
+
+    def __post_init__(self) -> None:
+        self.end = self.length = self.num_told = self.given
 
     @classmethod
     def of(cls, engine_request: EngineRequest, num_nodes: int) -> EngineRow:
@@ -59,20 +62,7 @@ class EngineRow:
         visible.flags.writeable = False
         stops = frozenset(sampling.stop_token_ids)
         num_prompt = len(request.prompt.token_ids)
-        return cls(
-            engine_request,
-            request,
-            tokens,
-            visible,
-            stops,
-            num_prompt,
-            length,
-            limit,
-            length,
-            length,
-            length,
-            given[-1],
-        )
+        return cls(engine_request, request, tokens, visible, stops, num_prompt, length, limit, given[-1])
 
     def follow(self, ahead: Sequence[int]) -> None:
         """Take up what the engine has committed, and behind it the tokens `ahead` that it will commit next.
@@ -102,16 +92,13 @@ class EngineRow:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer."""
         return self.length - self.num_prompt
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
         return 0 if self.has_stopped else self.limit - self.length
 
     def completion(self) -> Completion:
-        """Return the request as it has ended."""
         answer = self.tokens[self.num_prompt : self.length]
         reason = "stop" if self.has_stopped else "length" if self.room <= 0 else _reason(self.engine_request)
         return Completion(request=self.request, output=replace(without_logprobs(answer), finish_reason=reason))

@@ -79,14 +79,14 @@ class EngineSettings:
         """Report that the plugin is in place, and what it lacks; each process of the engine reports the same."""
         path = Path(self.folder) / _REPORT
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(found.to_json())
+        draft.write_text(json.dumps(asdict(found)))
         os.replace(draft, path)
 
     @staticmethod
     def read_report(folder: Path) -> Findings:
         """Return what the engine with this `folder` lacks. Raises BackendError when it has not loaded the plugin."""
         try:
-            return Findings.from_json((folder / _REPORT).read_text())
+            return Findings(**json.loads((folder / _REPORT).read_text()))
         except FileNotFoundError as error:
             raise BackendError(
                 "SGLang has not loaded rhymerl's plugin: is rhymerl installed in its environment, and SGLANG_PLUGINS unset? "

@@ -165,7 +165,6 @@ class HistoryAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     """Speculation by our worker, which the rest of SGLang takes for n-gram speculation, whatever it asks."""
 
     def create_worker(self, server_args: Any) -> type:
-        """Return the worker's class."""
         return HistoryWorker
 
 

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
+from rhymerl.backends.remote.addresses import engines_at
 from rhymerl.backends.remote.client import Client
-from rhymerl.backends.remote.fleet import Fleet
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError, ConfigError
@@ -32,7 +32,7 @@ def test_nobody_is_there_twice(engines):
     with pytest.raises(
         ConfigError, match=rf"backend\.url: expected each SGLang server once; {one} is there more often"
     ):
-        Fleet.at([Client.at(one), Client.at(f"{one}/")])
+        engines_at([Client.at(one), Client.at(f"{one}/")])
 
 
 def listed(url, kind="regular"):
@@ -62,13 +62,13 @@ def test_a_router_that_cannot_help_is_refused(engines):
     address = Client.at(router.url)
     router.answers["/workers"] = 200, {"workers": []}
     with pytest.raises(BackendError, match=r"backend\.url='http://.*': the router there has no SGLang servers yet"):
-        Fleet.at([address])
+        engines_at([address])
     router.answers["/workers"] = 200, {"workers": [listed(engine.url, "prefill")]}
     with pytest.raises(ConfigError, match=rf"backend\.url='http://.*': expected .*{engine.url} is for prefill only"):
-        Fleet.at([address])
+        engines_at([address])
     router.answers["/workers"] = 200, {"workers": [listed("grpc://127.0.0.1:1")]}
     with pytest.raises(ConfigError, match=r"'grpc://127\.0\.0\.1:1': expected http://HOST:PORT"):
-        Fleet.at([address])
+        engines_at([address])
     router.vanish()
     with pytest.raises(BackendError, match="did not answer /workers"):
-        Fleet.at([address])
+        engines_at([address])
