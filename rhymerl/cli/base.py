@@ -20,6 +20,11 @@ Result = Mapping[str, Any]
 Settings: TypeAlias = "DictConfig"  # as text: OmegaConf is imported where settings are composed
 
 
+def add_json_option(parser: ArgumentParser) -> None:
+    """Let a command print its result for programs."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
+
+
 class Subcommand(ABC):
     """One word after `rhymerl`. The first line of a subclass's docstring is its help."""
 
@@ -60,7 +65,7 @@ class ConfiguredCommand(Subcommand):
             help=self.config_help,
         )
         parser.add_argument("--print-config", action="store_true", help="show every setting, and do nothing")
-        parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
+        add_json_option(parser)
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         from rhymerl.cli.kinds import check_kind, names_of
@@ -81,20 +86,15 @@ class ConfiguredCommand(Subcommand):
         if arguments.print_config:
             print(to_yaml(config), end="")
             return recorded(config)
-        return self.run_with(config, arguments, interrupt)
+        return self.run_config(config, arguments, interrupt)
 
     def check_early(self, config: str, overrides: Sequence[str]) -> None:
         """Raise what can be told before libraries are loaded that take seconds."""
 
     def compose(self, arguments: Namespace, overrides: Sequence[str]) -> Settings:
-        """Return the checked settings."""
         from rhymerl.config import compose
 
         return compose(arguments.config, overrides)
-
-    def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
-        """Do it with checked settings and with the options of this command."""
-        return self.run_config(config, interrupt)
 
     def kind(self, arguments: Namespace) -> str:
         """Return the command whose configs this one takes."""
@@ -109,5 +109,5 @@ class ConfiguredCommand(Subcommand):
         return {}
 
     @abstractmethod
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
-        """Do it with checked settings."""
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
+        """Do it with checked settings and with the options of this command."""

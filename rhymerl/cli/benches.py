@@ -24,21 +24,20 @@ class BenchCommand(ConfiguredCommand):
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         arguments.config = arguments.config or f"bench_{arguments.what}"
-        self._what = arguments.what
         return super().run(arguments, overrides, interrupt)
 
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result:
         """Prints a table."""
         progress = self.progress()
-        loading = progress.during(f"rhymerl bench {self._what}: loading")
-        if self._what == "drafter":
+        loading = progress.during(f"rhymerl bench {arguments.what}: loading")
+        if arguments.what == "drafter":
             with loading:
                 from rhymerl.bench import drafter
 
             result = drafter.DrafterBench(config).run(progress)
             drafter.report(result)
             return result
-        if self._what == "costs":
+        if arguments.what == "costs":
             with loading:
                 from rhymerl.bench.passes import CostsBench
 

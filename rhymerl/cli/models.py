@@ -19,7 +19,7 @@ class WarmstartCommand(ConfiguredCommand):
     is_told_early = True
     default_config = "warmstart_running_sum"
 
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         from rhymerl.callbacks import StopOnRequest
         from rhymerl.config import instantiate, resolved
 
@@ -60,7 +60,7 @@ class SGLangArgsCommand(ConfiguredCommand):
     usage = "model.path=DIR out=FOLDER [key=value ...] [--config NAME|PATH]"
     default_config = "sglang_args"
 
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         from rhymerl.backends.sglang.launch import launch_line, shell_line
 
         launch = launch_line(config)

@@ -17,8 +17,7 @@ from rhymerl.cli.interrupt import Interrupt
 from rhymerl.cli.models import ExportCommand, SGLangArgsCommand, WarmstartCommand
 from rhymerl.cli.replays import ReplayCommand, SimulateCommand
 from rhymerl.cli.reports import ReportCommand, WatchCommand
-from rhymerl.cli.rollouts import RolloutCommand
-from rhymerl.cli.runs import EvaluateCommand, FitCommand, ForkCommand, PlanCommand, ResumeCommand
+from rhymerl.cli.runs import EvaluateCommand, FitCommand, ForkCommand, PlanCommand, ResumeCommand, RolloutCommand
 from rhymerl.cli.settings import ConfigsCommand, DoctorCommand, ExplainCommand
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.distributed.parent import as_launcher, end_with_parent
@@ -119,14 +118,13 @@ def _run(arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -
         _say_notes(error)
         return error.code if isinstance(error.code, int) else FAILED
     except Exception as error:  # noqa: BLE001 - the last place that can turn an error into an exit code
+        if getattr(arguments, "debug", False):
+            traceback.print_exc()
         if interrupt.was_raised:  # and went astray: this is what a half-imported module then stumbles over
-            if _debug(arguments):
-                traceback.print_exc()
             return _interrupted(interrupt)
-        bad_usage = isinstance(error, UsageError) or _is_refused_flag(error)
-        code = _complain(_in_one_line(error), BAD_USAGE if bad_usage else FAILED, debug=_debug(arguments))
+        print(f"error: {_in_one_line(error)}", file=sys.stderr)
         _say_notes(error)
-        return code
+        return BAD_USAGE if isinstance(error, UsageError) or _is_refused_flag(error) else FAILED
 
 
 def _interrupted(interrupt: Interrupt) -> int:
@@ -166,18 +164,7 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message} (--debug shows where)"
 
 
-def _debug(arguments: Namespace) -> bool:
-    return bool(getattr(arguments, "debug", False))
-
-
 def _say_notes(error: BaseException) -> None:
     """Print the notes that our own code has added to it: how to go on."""
     for note in getattr(error, "__notes__", ()):
         print(note, file=sys.stderr)
-
-
-def _complain(message: str, code: int, *, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
-    return code

@@ -55,7 +55,7 @@ class ReplayCommand(JudgingCommand):
     def settings(self, arguments: Namespace) -> dict[str, Any]:
         return {"trace": arguments.trace}
 
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl replay: loading"):
             from rhymerl.runs.judging import judge, replay_trace
@@ -82,7 +82,7 @@ class SimulateCommand(JudgingCommand):
     usage = "[key=value ...] [--config NAME|PATH]"
     default_config = "simulate"
 
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result:
         progress = self.progress()
         with progress.during("rhymerl simulate: loading"):
             from rhymerl.simulation import comparison, sizing

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from rhymerl.cli.base import Result, Subcommand
+from rhymerl.cli.base import Result, Subcommand, add_json_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import ConfigError, UsageError
 from rhymerl.progress import ShownProgressBar
@@ -50,7 +50,7 @@ class ReportCommand(ShowCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
+        add_json_option(parser)
 
     def show(self, runs: Sequence[str], settings: Mapping[str, str]) -> Result:
         from rhymerl.report.page import REPORT, write_report

@@ -1,4 +1,4 @@
-"""Commands on training runs, estimates of one among them."""
+"""Commands on training runs, estimates of one among them, and rollouts without training."""
 
 from __future__ import annotations
 
@@ -33,17 +33,14 @@ class FitCommand(ConfiguredCommand):
 
             check_early(written(config, overrides))
 
-    def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
-        return self.run_config(config, interrupt, is_dry=arguments.dry_run)
-
-    def run_config(self, config: Settings, interrupt: Interrupt, *, is_dry: bool = False) -> Result | None:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.callbacks import StopOnRequest
             from rhymerl.runs.fit import fit
 
         callbacks = [StopOnRequest(interrupt)]
-        return _said_once(fit(config, callbacks=callbacks, progress=progress, is_dry=is_dry))
+        return _said_once(fit(config, callbacks=callbacks, progress=progress, is_dry=arguments.dry_run))
 
 
 class RunCommand(ConfiguredCommand):
@@ -111,13 +108,9 @@ class ForkCommand(RunCommand, FitCommand):
         run_dir, step = _split_run(arguments.run)
         if "run_dir" not in given or Path(given["run_dir"]).resolve() == run_dir.resolve():
             raise UsageError("rhymerl fork needs run_dir=DIR: another directory than that of RUN")
-        for name in ("ckpt_path", "seed"):
+        same_noise = "a fork has the noise of its run, or nothing could be compared"
+        for name, why in {"ckpt_path": "RUN@STEP says it", "seed": same_noise}.items():
             if name in given:
-                why = (
-                    "RUN@STEP says it"
-                    if name == "ckpt_path"
-                    else "a fork has the noise of its run, or nothing could be compared"
-                )
                 raise UsageError(f"rhymerl fork takes no {name}=: {why}")
         config = run_dir / "config.yaml"
         if not config.is_file():
@@ -137,7 +130,7 @@ class EvaluateCommand(RunCommand):
     needs = "RUN or --config"
     is_told_early = True
 
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result | None:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         progress = self.progress()
         with progress.during("loading torch and Lightning"):
             from rhymerl.runs.fit import evaluate
@@ -199,11 +192,26 @@ class PlanCommand(ConfiguredCommand):
             help="the memory of a rank's device; by default that of the GPU here",
         )
 
-    def run_with(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
-        return self.run_config(config, interrupt, device_gib=arguments.device_gib)
-
-    def run_config(self, config: Settings, interrupt: Interrupt, *, device_gib: float | None = None) -> Result | None:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result | None:
         with self.progress().during("loading torch and Lightning"):
             from rhymerl.runs.plan import plan
 
-        return plan(config, device_gib=device_gib)
+        return plan(config, device_gib=arguments.device_gib)
+
+
+class RolloutCommand(ConfiguredCommand):
+    """answer prompts in several epochs (passes=3), with drafts from those before, and record the answers (out=FILE)"""
+
+    name = "rollout"
+    usage = "model.path=DIR data.prompts=FILE out=FILE [key=value ...] [--config NAME|PATH]"
+    is_told_early = True
+    default_config = "rollout"
+
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result:
+        progress = self.progress()
+        with progress.during("rhymerl rollout: loading torch"):
+            from rhymerl.runs.generate import generate, report
+
+        result = generate(config, progress=progress)
+        report(result)
+        return result

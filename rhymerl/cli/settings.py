@@ -10,7 +10,7 @@ from dataclasses import asdict
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
-from rhymerl.cli.base import ConfiguredCommand, Result, Settings, Subcommand
+from rhymerl.cli.base import ConfiguredCommand, Result, Settings, Subcommand, add_json_option
 from rhymerl.cli.interrupt import Interrupt
 from rhymerl.errors import UsageError
 from rhymerl.progress import ShownProgressBar
@@ -27,7 +27,7 @@ class ConfigsCommand(Subcommand):
     name = "configs"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
+        add_json_option(parser)
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result:
         from rhymerl.cli.kinds import kind_of
@@ -72,13 +72,13 @@ class ExplainCommand(ConfiguredCommand):
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         if arguments.setting is None:
             raise UsageError("rhymerl explain needs SETTING, such as update.learning_rate or drafter")
-        self._setting, self._config, self._overrides = arguments.setting, arguments.config, overrides
+        arguments.overrides = overrides
         return super().run(arguments, overrides, interrupt)
 
-    def run_config(self, config: Settings, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Settings, arguments: Namespace, interrupt: Interrupt) -> Result:
         from rhymerl.config.explain import explain
 
-        found = explain(config, self._setting, self._config, self._overrides)
+        found = explain(config, arguments.setting, arguments.config, arguments.overrides)
         _print_explanation(found)
         return asdict(found)
 
@@ -150,7 +150,7 @@ class DoctorCommand(Subcommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.usage = "rhymerl doctor [model.path=PATH] [--json]"
-        parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
+        add_json_option(parser)
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result:
         for other in (each for each in overrides if not each.startswith("model.")):

@@ -18,11 +18,11 @@ from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_ar
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
 from rhymerl.distributed.first import is_first_rank
-from rhymerl.environments.base import Environment
 from rhymerl.errors import ConfigError, at_least, check_ranges
 from rhymerl.models.chat import ChatTokenizer
 from rhymerl.models.policy import Policy
 from rhymerl.progress import counted
+from rhymerl.rollout.base import RolloutSettings
 from rhymerl.tasks.base import Task
 from rhymerl.types import Prompt
 
@@ -30,26 +30,13 @@ _LOG = logging.getLogger(__name__)
 _VALIDATION_STEP = 1024  # prompts at a time: the more, the fuller the engine
 
 
-class _Rollout(Protocol):
-    @property
-    def max_tokens(self) -> int: ...
-
-
-class _Evaluation(Protocol):
-    def max_tokens_of(self, name: str) -> int | None: ...
-
-
 class _Module(Protocol):
     """The part of the LightningModule that the data module reads; all of it must be there before `setup`."""
 
     policy: Policy
-
-    @property
-    def environment(self) -> Environment | None: ...
-    @property
-    def rollout(self) -> _Rollout: ...
-    @property
-    def evaluation(self) -> _Evaluation: ...
+    environment: Any
+    rollout: RolloutSettings
+    evaluation: Any
 
 
 class _NoLoaders(CombinedLoader):
@@ -131,7 +118,8 @@ class PromptDataModule(L.LightningDataModule):
         module, with_train = cast(_Module, self.trainer.lightning_module), stage == "fit"
         is_there = self.train_loader is not None if with_train else bool(self.validation_loaders)
         if self._prepared_for is not module or not is_there:
-            self._prepare_for(module, with_train=with_train)
+            self.prepare_for(module, with_train=with_train)
+            self._prepared_for = None  # the next call reads anew
         elif self.train_loader is not None and with_train:
             self.train_loader.cursor = 0
 
@@ -140,12 +128,6 @@ class PromptDataModule(L.LightningDataModule):
 
         Without `with_train` there must be validation data.
         """
-        self.train_loader = None
-        self._prepare_for(module, with_train=with_train)
-        self._prepared_for = module
-
-    def _prepare_for(self, module: _Module, *, with_train: bool) -> None:
-        self._prepared_for = None
         self._tools = module.environment.tool_schemas if module.environment is not None else ()
         encoder = PromptEncoder(
             module.policy.tokenizer,
@@ -162,6 +144,7 @@ class PromptDataModule(L.LightningDataModule):
         )
         in_validation = {name: _limits_of(name, limits, module.evaluation) for name in self.validation_names}
         self.prepare(encoder, limits, with_train=with_train, in_validation=in_validation)
+        self._prepared_for = module
 
     def prepare(
         self,
@@ -262,7 +245,6 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def has_validation(self) -> bool:
-        """Return whether there is anything to evaluate on."""
         return self.validation is not None or self.task is not None
 
     @property
@@ -313,7 +295,7 @@ class PromptDataModule(L.LightningDataModule):
         return read_rows(rows, setting, only_first=only_first)
 
 
-def _limits_of(name: str, limits: LengthLimits, evaluation: _Evaluation) -> LengthLimits:
+def _limits_of(name: str, limits: LengthLimits, evaluation: Any) -> LengthLimits:
     longest = evaluation.max_tokens_of(name)
     setting = "evaluation.max_tokens" if name == ONLY_SET else f"evaluation.sets.{name}.max_tokens"
     return replace(limits, max_tokens=longest, setting=setting) if longest else limits

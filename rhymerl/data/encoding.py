@@ -139,8 +139,8 @@ class PromptEncoder:
                 f"{what} ends with a turn of the assistant, which is the policy's to write; leave it out, and put what a reward "
                 "needs of it into a column such as 'answer'"
             )
-        if self.system_prompt is not None:
-            messages = _with_system(messages, self.system_prompt)
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         self.chat.check_template(f"{location}: the prompt")
         return messages
 
@@ -157,7 +157,7 @@ def encode_rows(rows: Iterable[LocatedRow], encoder: PromptEncoder, limits: Leng
     copies: dict[tuple[str, bytes], int] = {}
     prompts = []
     for located in rows:
-        digest = _row_digest(located)
+        digest = hashlib.blake2b(canonical_json(located.row, located.location).encode(), digest_size=8).digest()
         base = _row_id(located, digest)
         copies[base, digest] = copy = copies.get((base, digest), 0) + 1
         prompt_id = base if copy == 1 else f"{base}#{copy}"
@@ -224,18 +224,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, chat_template_kwar
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _with_system(messages: list[Mapping[str, Any]], content: str) -> list[Mapping[str, Any]]:
-    has_own = messages[0]["role"] in ("system", "developer")
-    return messages if has_own else [{"role": "system", "content": content}, *messages]
-
-
-def _without_numpy(value: object) -> Any:
-    """Lists and numbers as a data frame has them are plain ones."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-
-
 def _row_id(located: LocatedRow, digest: bytes) -> str:
-    given = _without_numpy(located.row.get("id"))
+    given = located.row.get("id")
+    if isinstance(given, np.ndarray | np.generic):  # as a data frame has numbers
+        given = given.tolist()
     if given is None:
         return digest.hex()
     if isinstance(given, bool) or not isinstance(given, str | int):
@@ -243,10 +235,6 @@ def _row_id(located: LocatedRow, digest: bytes) -> str:
             f"{located.location}: id={given!r} is of type {type(given).__name__}; expected a string or an integer"
         )
     return str(given)
-
-
-def _row_digest(located: LocatedRow) -> bytes:
-    return hashlib.blake2b(canonical_json(located.row, located.location).encode(), digest_size=8).digest()
 
 
 def canonical_json(row: Mapping[str, Any], location: str) -> str:

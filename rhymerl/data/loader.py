@@ -94,13 +94,12 @@ class PromptLoader:
 
     def _order(self, epoch: int) -> npt.NDArray[np.intp]:
         if self._latest_order is None or self._latest_order[0] != epoch:
-            self._latest_order = (epoch, self._make_order(epoch))
+            count = len(self.prompts)
+            self._latest_order = (
+                epoch,
+                _permutation(f"{self.seed}/{epoch}", count) if self.shuffle else np.arange(count),
+            )
         return self._latest_order[1]
-
-    def _make_order(self, epoch: int) -> npt.NDArray[np.intp]:
-        if not self.shuffle:
-            return np.arange(len(self.prompts))
-        return _permutation(f"{self.seed}/{epoch}", len(self.prompts))
 
     @cached_property
     def _fingerprint(self) -> str:

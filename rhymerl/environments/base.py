@@ -37,7 +37,6 @@ class Reply:
 
     @property
     def is_end(self) -> bool:
-        """Return whether the episode is over."""
         return self.done or self.content is None
 
 
@@ -113,11 +112,6 @@ def pure(function: Function) -> Function:
     return function
 
 
-def has_sessions(environment: object) -> bool:
-    """Return whether it opens sessions; a task that replies opens none."""
-    return bool(getattr(environment, "has_sessions", False))
-
-
-def is_remembered(environment: object) -> bool:
+def is_remembered(environment: Any) -> bool:
     """Return whether replies may be remembered: the environment, or a task that replies, declares itself pure."""
-    return bool(getattr(environment, "is_pure", False)) and not has_sessions(environment)
+    return bool(environment.is_pure and not environment.has_sessions)

@@ -74,7 +74,6 @@ class EpisodeSettings:
             _LOG.warning("environment: %s", self.remark)
 
     def encoder(self) -> ReplyEncoder:
-        """Return what makes tokens of replies."""
         return ReplyEncoder(
             self.chat.tokenizer,
             chat_template_kwargs=self.chat.chat_template_kwargs,

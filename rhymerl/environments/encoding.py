@@ -52,16 +52,14 @@ class ReplyEncoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,  # JSON schemas, as prompts have them
         stop_token_ids: Sequence[int] = (),
         max_reply_tokens: int | None = None,
         started: datetime.datetime | None = None,  # as of PromptEncoder
     ) -> None:
         if max_reply_tokens is not None:
             require_at_least({"max_reply_tokens": (max_reply_tokens, 1)})
-        arguments = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
         self.max_reply_tokens = max_reply_tokens
-        self.chat = ChatTokenizer(tokenizer, chat_template_kwargs=arguments, started=started)
+        self.chat = ChatTokenizer(tokenizer, chat_template_kwargs=chat_template_kwargs, started=started)
         self._added = tokenizer.added_tokens_decoder  # by id
         self._eos_id: int | None = tokenizer.eos_token_id
         self._stop_ids = {self._eos_id, *stop_token_ids}
@@ -73,18 +71,6 @@ class ReplyEncoder:
             self._mark = ""
 
     def encode(
-        self,
-        reply: object,
-        *,
-        is_chat: bool,
-        ended_by: int | None = None,
-        is_cut: bool = False,
-        location: str = "environment",
-    ) -> IntArray:
-        """Return the tokens of a reply, int32 [R]; see `fitted`."""
-        return self.fitted(reply, is_chat=is_chat, ended_by=ended_by, is_cut=is_cut, location=location)[1]
-
-    def fitted(
         self,
         reply: object,
         *,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,38 +38,25 @@ class _EndedTurn(NamedTuple):
     text: str  # of the turn
 
 
+@dataclass(eq=False)
 class Episodes:
-    """Asks an environment what it replies to turns that have ended, and appends it.
+    """Asks an environment what it replies to turns that have ended, and appends it. One thread uses it."""
 
-    `decode` gives the text of a turn; `context_tokens` are the model's. One thread uses it.
-    """
-
-    def __init__(
-        self,
-        pool: EnvironmentPool | RememberingPool,
-        encoder: ReplyEncoder,
-        *,
-        decode: Callable[[IntArray], str],
-        context_tokens: int,
-        max_turns: int | None = None,
-        max_turn_tokens: int | None = None,
-        rerenders: bool = False,
-        lockstep: bool = False,
-    ) -> None:
-        self._pool = pool
-        self._encoder = encoder
-        self._rerenders = rerenders
-        self._max_turns = max_turns
-        self._max_turn_tokens = max_turn_tokens
-        self.lockstep = lockstep  # all replies are waited for, even where there is something to decode
-        self._warned: set[FinishReason] = set()
-        self._decode = decode
-        self._context_tokens = context_tokens
-        self._waiting: dict[str, _EndedTurn] = {}  # by request id
+    pool: EnvironmentPool | RememberingPool
+    encoder: ReplyEncoder
+    _: KW_ONLY
+    decode: Callable[[IntArray], str]  # gives the text of a turn
+    context_tokens: int  # of the model
+    max_turns: int | None = None
+    max_turn_tokens: int | None = None
+    rerenders: bool = False
+    lockstep: bool = False  # all replies are waited for, even where there is something to decode
+    _warned: set[FinishReason] = field(init=False, default_factory=set)
+    _waiting: dict[str, _EndedTurn] = field(init=False, default_factory=dict)  # by request id
 
     def close(self) -> None:
         """End the environment's processes; may be called twice."""
-        self._pool.close()
+        self.pool.close()
 
     @property
     def num_waiting(self) -> int:
@@ -85,8 +72,8 @@ class Episodes:
         begin, brings = output.turns[-1].stop if output.turns else 0, len(part.output or ())
         left = min(
             request.sampling.max_tokens - output.num_sampled,
-            self._context_tokens - len(part.prompt.token_ids) - brings,
-            (self._max_turn_tokens or request.sampling.max_tokens) - (len(output) - begin),
+            self.context_tokens - len(part.prompt.token_ids) - brings,
+            (self.max_turn_tokens or request.sampling.max_tokens) - (len(output) - begin),
         )
         return replace(part, sampling=replace(request.sampling, max_tokens=brings + left), may_go_on=True)
 
@@ -105,22 +92,22 @@ class Episodes:
         ended = self._waiting[request.id] = _EndedTurn(request, output, self._last_text(request, output))
         row = {"prompt": request.prompt.text, **request.prompt.columns}
         said = [Turn(text=turn.text, reply=turn.reply) for turn in output.turns]
-        self._pool.ask(request.id, row, [*said, Turn(text=ended.text)])
+        self.pool.ask(request.id, row, [*said, Turn(text=ended.text)])
 
     def forget(self, names: Iterable[str]) -> None:
         """These requests are over, or go on elsewhere: nobody waits for replies to them, and their sessions end."""
         for name in names:
             self._waiting.pop(name, None)
-            self._pool.forget(name)
+            self.pool.forget(name)
 
     def replied(self, timeout_s: float | None) -> list[tuple[str, Output]]:
         """Return the answers with a reply, appended or finished; wait at most `timeout_s` for the first.
 
         In lockstep all replies are waited for, so that nothing follows the clock.
         """
-        replied = self._pool.replied(timeout_s)
+        replied = self.pool.replied(timeout_s)
         while self.lockstep and len(replied) < len(self._waiting):
-            replied += self._pool.replied(None)
+            replied += self.pool.replied(None)
         if self.lockstep:
             replied.sort(key=lambda each: each.episode)
         return [(each.episode, self._behind(self._waiting.pop(each.episode), each)) for each in replied]
@@ -136,8 +123,11 @@ class Episodes:
             except DataError as error:
                 reason, failure = "environment", str(error).removeprefix(f"{self._location(request)}: ")
             else:
-                if len(tokens) >= (self._room(request, output) if said is None else self._context_tokens):
-                    reason, tokens, said, failure = "context", _NOTHING, None, self._too_long(tokens, said)
+                if len(tokens) >= (self._room(request, output) if said is None else self.context_tokens):
+                    what = "its reply" if said is None else "the conversation with its reply"
+                    room = f"no room for a turn in the model's context of {self.context_tokens}"
+                    failure = f"{what} of {len(tokens)} tokens leaves {room}"
+                    reason, tokens, said = "context", _NOTHING, None
         if failure:
             self._warn(request, reason, failure)
         turn = TurnEnd(
@@ -162,31 +152,25 @@ class Episodes:
         Raises DataError for a reply that the tokenizer or its chat template cannot carry.
         """
         is_chat, location = request.prompt.is_chat, self._location(request)
-        if is_chat and self._rerenders:
+        if is_chat and self.rerenders:
             last = TurnEnd(start=len(output), stop=len(output), text=text, reply=reply.content)
             return self._rendered(replace(output, turns=(*output.turns, last)), request.prompt, location)
         ended_by = int(output.token_ids[-1])
-        return self._encoder.encode(reply.content, is_chat=is_chat, ended_by=ended_by, location=location), None
+        return self.encoder.encode(reply.content, is_chat=is_chat, ended_by=ended_by, location=location)[1], None
 
     def _rendered(self, output: Output, prompt: Prompt, location: str) -> tuple[IntArray, int | None]:
         """Return what the template appends to the last part, or its rendering of the whole, which begins another."""
         messages, appended = [*prompt.messages], _NOTHING
         for turn in output.turns:
             ended_by = int(output.token_ids[turn.start - 1])
-            shown, appended = self._encoder.fitted(turn.reply, is_chat=True, ended_by=ended_by, location=location)
-            messages += [self._encoder.answer(turn.text, shown, location), *shown]
-        whole = self._encoder.rendered(messages, location)
+            shown, appended = self.encoder.encode(turn.reply, is_chat=True, ended_by=ended_by, location=location)
+            messages += [self.encoder.answer(turn.text, shown, location), *shown]
+        whole = self.encoder.rendered(messages, location)
         part = output.segments(prompt.token_ids)[-1]
         known = np.concatenate([part.prompt, part.token_ids])
         if np.array_equal(whole[: len(known)], known):
             return whole[len(known) :], None
         return whole, max(len(whole) - len(appended), 0)
-
-    def _too_long(self, tokens: IntArray, said: int | None) -> str:
-        what = "its reply" if said is None else "the conversation with its reply"
-        return (
-            f"{what} of {len(tokens)} tokens leaves no room for a turn in the model's context of {self._context_tokens}"
-        )
 
     @staticmethod
     def _location(request: RolloutRequest) -> str:
@@ -198,7 +182,7 @@ class Episodes:
             return "environment"
         if reply.is_end:
             return "stop"
-        if self._max_turns is not None and len(output.turns) + 1 >= self._max_turns:
+        if self.max_turns is not None and len(output.turns) + 1 >= self.max_turns:
             return "max_turns"
         return "length" if output.num_sampled >= request.sampling.max_tokens else "withdrawn"
 
@@ -215,13 +199,13 @@ class Episodes:
 
     def _room(self, request: RolloutRequest, output: Output) -> int:
         """Return how many tokens the model's context has left."""
-        return self._context_tokens - len(output.segments(request.prompt.token_ids)[-1])
+        return self.context_tokens - len(output.segments(request.prompt.token_ids)[-1])
 
     def _last_text(self, request: RolloutRequest, output: Output) -> str:
         """Return what the policy has said since the last reply, without the token that ends it."""
         start, end = output.turns[-1].stop if output.turns else 0, len(output)
         has_stop = end > start and int(output.token_ids[end - 1]) in request.sampling.stop_token_ids
-        return self._decode(output.token_ids[start : end - has_stop])
+        return self.decode(output.token_ids[start : end - has_stop])
 
 
 def of_last_segment(request: RolloutRequest) -> RolloutRequest:

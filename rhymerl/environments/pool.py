@@ -17,16 +17,13 @@ from time import monotonic, time
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from rhymerl.environments.base import Reply, Turn, has_sessions
-from rhymerl.environments.lines import MAX_LINE_BYTES, Ready, ReplyLine, parse
-from rhymerl.environments.process_main import BEAT_S, Ask, ProcessSetup
+from rhymerl.environments.base import Reply, Turn
+from rhymerl.environments.process_main import BEAT_S, Ask, ProcessSetup, ReplyLine
 from rhymerl.errors import EpisodeError
-from rhymerl.rewards.lines import StrayBytesError
-from rhymerl.rewards.process import ChildProcess, Listener
+from rhymerl.rewards.lines import Ready, StrayBytesError, parser_of
+from rhymerl.rewards.process import GRACE_S, START_TIMEOUT_S, ChildProcess, Listener
 
 _THREADS = 32  # calls at the same time in a process
-_START_TIMEOUT_S = 120.0
-_GRACE_S = 0.25
 _LOOK_S = 0.5  # between two looks at what may be sent or started
 _AWAY_S = 1.0
 _SILENT_S = 3 * BEAT_S
@@ -65,17 +62,14 @@ class _Process(ChildProcess):
     """The process in a seat, and the calls that it is at."""
 
     def __init__(self, setup: ProcessSetup, seat: _Seat) -> None:
-        super().__init__("rhymerl.environments.process_main", setup, parse, max_bytes=MAX_LINE_BYTES)
+        super().__init__("rhymerl.environments.process_main", setup, parser_of(ReplyLine))
         os.set_blocking(self.connection.fileno(), False)  # what it does not read yet is kept here
         self.seat = seat
         self.unsent = bytearray()
-        self.is_ready = False
-        self.deadline = monotonic() + _START_TIMEOUT_S
         self.heard_at = monotonic()
         self.pending: dict[int, _Call] = {}
 
     def put(self, ask: Ask) -> None:
-        """Add a call to what is sent next."""
         message = packed(ask)
         self.unsent += len(message).to_bytes(4, "big") + message  # as Connection.recv_bytes reads it
 
@@ -91,7 +85,6 @@ class _Seat:
         self.num_failed = 0  # starts, one after another
 
     def next_call(self) -> _Call | None:
-        """Return the call to send now, if there is one."""
         assert self.process is not None
         pending = self.process.pending
         if self.suspects or pending.keys() & self.alone:
@@ -113,7 +106,7 @@ class EnvironmentPool:
     def __init__(self, environment: Any, *, num_processes: int = 2, timeout_s: float = 60.0) -> None:
         self._setup = ProcessSetup(pickle.dumps(environment), _THREADS)
         self._timeout_s = timeout_s
-        self._has_sessions = has_sessions(environment)
+        self._has_sessions = environment.has_sessions
         self._seats = [_Seat() for _ in range(num_processes)]
         self._numbers = count()
         self._listener = Listener(self._take, self._lose, asked_for="reply")
@@ -208,7 +201,7 @@ class EnvironmentPool:
             seat.waiting.extendleft(reversed(others))
         elif process.deadline < now:
             self._end(process)
-            raise EpisodeError(f"an environment's process did not start: it was not ready after {_START_TIMEOUT_S:g} s")
+            raise EpisodeError(f"an environment's process did not start: it was not ready after {START_TIMEOUT_S:g} s")
 
     def _fill(self, seat: _Seat) -> None:
         if seat.process is None and (seat.waiting or seat.suspects):
@@ -218,7 +211,7 @@ class EnvironmentPool:
             return
         while (call := seat.next_call()) is not None:
             call.sent_at = monotonic()
-            call.deadline = call.sent_at + self._timeout_s + _GRACE_S
+            call.deadline = call.sent_at + self._timeout_s + GRACE_S
             process.pending[call.ask.number] = call
             process.put(call.ask)
         self._flush(process)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import pickle
 import threading
 import time
@@ -15,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from rhymerl.environments.base import Turn, has_sessions
-from rhymerl.environments.lines import Ready, ReplyLine, line_of
+from rhymerl.environments.base import Turn
 from rhymerl.environments.replies import checked_reply
 from rhymerl.rewards.calls import Attempt
-from rhymerl.rewards.process_main import connected
+from rhymerl.rewards.child import Parent
+from rhymerl.rewards.lines import Ready, line_of
 
 BEAT_S = 0.5
 
@@ -43,50 +41,56 @@ class Ask(NamedTuple):
     turns: Sequence[Turn]
 
 
-def main(connection_fd: int, parent_pipe: int) -> None:
-    """Serve the parent at the other end of `connection_fd` until it closes or dies."""
-    connection = connected(connection_fd, parent_pipe)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _serve(connection)
+class ReplyLine(NamedTuple):
+    """What came of a call: a reply as plain data, or a failure in one line."""
+
+    number: int
+    failure: str = ""
+    content: str | Sequence[Mapping[str, Any]] | None = None
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = {}
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether it is of these types, as it came from another process."""
+        values: tuple[Any, ...] = self
+        number, failure, content, reward, done, metrics = values
+        return (
+            (type(number), type(failure), type(done), type(metrics)) == (int, str, bool, dict)
+            and isinstance(content, str | list | None)
+            and isinstance(reward, float | None)
+            and all(isinstance(value, float) for value in metrics.values())
+        )
 
 
-def _serve(connection: Connection[Any, Any]) -> None:
-    lock, own_pid = threading.Lock(), os.getpid()
-
-    def emit(line: bytes) -> None:
-        if os.getpid() != own_pid:
-            os._exit(0)  # a child that the environment has forked, and that has returned from it too
-        with lock:
-            while line:
-                line = line[os.write(connection.fileno(), line) :]
-
-    setup: ProcessSetup = pickle.loads(connection.recv_bytes())
+def serve(parent: Parent) -> None:
+    """Reply to calls; the first message has the environment."""
+    setup: ProcessSetup = parent.receive()
     with Attempt() as attempt:
         replies = _Replies(pickle.loads(setup.environment))
-    emit(line_of(Ready(failure=attempt.message)))
+    parent.send(line_of(Ready(failure=attempt.message)))
     if attempt.error is not None:
         return
-    threading.Thread(target=_beat, args=(emit,), daemon=True).start()
+    threading.Thread(target=_beat, args=(parent,), daemon=True).start()
+    ask: Ask
     with ThreadPoolExecutor(setup.num_threads) as threads:
-        try:
-            while True:
-                ask: Ask = pickle.loads(connection.recv_bytes())
-                over = replies.taken_over(ask)
-                if ask.turns:
-                    session = replies.session_of(ask)
-                    threads.submit(lambda ask, session: emit(replies.line(ask, session)), ask, session)
-                if over is not None:
-                    threads.submit(over.close)
-        finally:
-            replies.close()
+        for ask in parent.messages():
+            over = replies.taken_over(ask)
+            if ask.turns:
+                session = replies.session_of(ask)
+                threads.submit(lambda ask, session: parent.send(replies.line(ask, session)), ask, session)
+            if over is not None:
+                threads.submit(over.close)
+        replies.close()
 
 
-def _beat(emit: Callable[[bytes], None]) -> None:
+def _beat(parent: Parent) -> None:
     """Say now and then that this process runs: not where a call keeps the interpreter to itself."""
     with suppress(OSError):
         while True:
             time.sleep(BEAT_S)
-            emit(line_of(Ready()))
+            parent.send(line_of(Ready()))
 
 
 class _LiveSession:
@@ -125,7 +129,7 @@ class _Replies:
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
-        self._has_sessions = has_sessions(environment)
+        self._has_sessions = environment.has_sessions
         self._sessions: dict[str, _LiveSession] = {}  # the reader's alone
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -155,7 +159,6 @@ class _Replies:
         return self._done(self._environment.reply(ask.row, list(ask.turns)))
 
     def close(self) -> None:
-        """End all sessions."""
         for session in self._sessions.values():
             session.close()
 

@@ -12,6 +12,7 @@ from rhymerl.environments.encoding import ANSWER, Boundary, Messages, ReplyEncod
 from rhymerl.errors import ConfigError, DataError
 
 _LOCATION = "environment"
+_OPENING: Messages = [{"role": "user", "content": "Is it so?"}]
 _THOUGHT = "<think>\nWhy?\n</think>\n\n"
 
 
@@ -28,20 +29,17 @@ class _Turn:
         return [self.answer, *self.reply]
 
 
-def prove(
-    encoder: ReplyEncoder, roles: Sequence[str], *, opening: Messages = (), rerenders: bool = False
-) -> str | None:
+def prove(encoder: ReplyEncoder, roles: Sequence[str], *, rerenders: bool = False) -> str | None:
     """Return what made episodes would lose or gain by rendering them anew; None where the template only appends.
 
-    Called once at the start, on the CPU. `roles` are those of the environment's replies, such as "user" or "tool", and
-    `opening` is a prompt of the run. If a run `rerenders`, it begins another part there. Raises ConfigError where the
-    template cannot carry a reply of such a role at all, or not behind what the policy has said.
+    Called once at the start, on the CPU. `roles` are those of the environment's replies, such as "user" or "tool". If a
+    run `rerenders`, it begins another part there. Raises ConfigError where the template cannot carry a reply of such a
+    role at all, or not behind what the policy has said.
     """
-    opening = opening or [{"role": "user", "content": "Is it so?"}]
     for role in roles if encoder.chat.tokenizer.chat_template else ():
-        thinks = encoder.chat.render(opening, _LOCATION).rstrip().endswith("<think>")
+        thinks = encoder.chat.render(_OPENING, _LOCATION).rstrip().endswith("<think>")
         episodes = _episodes(role, thought=_THOUGHT if thinks else "")
-        if role == "tool" and _rendered(encoder, [*opening, *_messages(episodes["three turns"])]) is None:
+        if role == "tool" and _rendered(encoder, [*_OPENING, *_messages(episodes["three turns"])]) is None:
             if rerenders:
                 raise ConfigError(
                     "rollout.history='rerender': the tokenizer's chat template takes a tool's result only behind a call that it writes "
@@ -50,7 +48,7 @@ def prove(
             episodes = {title: [_calling(turn) for turn in turns] for title, turns in episodes.items()}
         for title, turns in episodes.items():
             try:
-                difference = _difference(encoder, opening, turns)
+                difference = _difference(encoder, turns)
             except DataError as error:
                 raise ConfigError(
                     f"{error}; expected a model (model.path) whose template takes replies of the role {role!r}"
@@ -61,22 +59,22 @@ def prove(
     return None
 
 
-def _difference(encoder: ReplyEncoder, opening: Messages, turns: Sequence[_Turn]) -> str | None:
+def _difference(encoder: ReplyEncoder, turns: Sequence[_Turn]) -> str | None:
     """Say where an episode's tokens, kept by turn, differ from one rendering. Raises DataError for an invalid reply."""
-    text = encoder.chat.render(opening, _LOCATION)
+    text = encoder.chat.render(_OPENING, _LOCATION)
     kept = encoder.chat.token_ids(text, _LOCATION)
     for number, turn in enumerate(turns):
         boundary = encoder.boundary(turn.reply, _LOCATION)
         ended_by = None if turn.is_cut else boundary.ended_by
         appended, token_ids = encoder.appended(turn.reply, boundary, ended_by=ended_by, location=_LOCATION)
-        before = [*opening, *_messages(turns[:number])]
+        before = [*_OPENING, *_messages(turns[:number])]
         said = _written(encoder, text, before, turn, boundary) + encoder.text_of(ended_by)
         sampled = encoder.chat.token_ids(text + said, _LOCATION)
         if not np.array_equal(sampled[: len(kept)], kept):  # the answer would change tokens in front of it
             sampled = np.concatenate([kept, encoder.chat.token_ids(said, _LOCATION)])
         kept = np.concatenate([sampled, token_ids])
         text += said + appended
-    shown = _rendered(encoder, [*opening, *_messages(turns)])
+    shown = _rendered(encoder, [*_OPENING, *_messages(turns)])
     if shown is None:
         return "it refuses the whole"
     whole = encoder.chat.token_ids(shown, _LOCATION)

@@ -137,7 +137,6 @@ class Python:
         return str(report.values[0])
 
     def close(self) -> None:
-        """End the sandbox."""
         self._sandbox.close()
 
 

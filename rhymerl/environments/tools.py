@@ -130,10 +130,11 @@ class Tools(Environment):
         return _Session(self, row) if self.owners else None
 
     def reply(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> Reply | None:
-        """Without a session, one is made for this reply alone."""
+        """Without a session, one is made for this reply alone, and asked about the turns before."""
         session = _Session(self, row)
+        first = 1 if self.owners else len(turns)
         try:
-            return session.reply(row, turns)
+            return [session.reply(row, turns[:number]) for number in range(first, len(turns) + 1)][-1]
         finally:
             session.close()
 
@@ -192,33 +193,22 @@ class Tools(Environment):
 
 
 class _Session(Environment):
-    """One episode's objects. What was called before it was opened is called again, in order."""
+    """One episode's objects."""
 
     def __init__(self, tools: Tools, row: Mapping[str, Any]) -> None:
         self._tools = tools
         self._objects: dict[type, Any] = {}
-        self._start(row)
-
-    def _start(self, row: Mapping[str, Any]) -> None:
-        self._num_turns = 0
-        for owner in self._tools.owners:
+        for owner in tools.owners:
             self._objects[owner] = owner()
             if hasattr(owner, "reset"):
                 self._objects[owner].reset(**row)
 
     def reply(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> Reply | None:
-        """Asked a second time for a turn, begin the episode anew: nothing is called twice on the same objects."""
-        if len(turns) <= self._num_turns:
-            self.close()
-            self._start(row)
-        first = self._num_turns if self._objects else len(turns) - 1
-        self._num_turns = len(turns)
-        return [self._tools.reply_to(turns[number], number, self._objects) for number in range(first, len(turns))][-1]
+        return self._tools.reply_to(turns[-1], len(turns) - 1, self._objects)
 
     def close(self) -> None:
         for made in self._objects.values():
             _close(made)
-        self._objects.clear()
 
 
 def _close(made: object) -> None:

@@ -24,7 +24,6 @@ class AnswerColumns:
         self._count = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add what a step has recorded."""
         found = record["answers"]
         count = len(found["reward"])
         prompt = [self._prompts.setdefault(name, len(self._prompts)) for name in found["prompt_id"]]
@@ -87,7 +86,7 @@ def _changes(prompt: IndexArray, epoch: IndexArray, reward: FloatArray) -> Float
     return found
 
 
-def by_epoch(answers: Answers, part: str, whole: str) -> dict[int, float]:
-    """Return the ratio of two columns' sums in each epoch in which the second has any."""
-    parts, wholes = (np.bincount(answers.epoch, getattr(answers, name)) for name in (part, whole))
-    return {int(epoch): float(parts[epoch] / wholes[epoch]) for epoch in np.flatnonzero(wholes)}
+def ratios(at: IndexArray, part: IndexArray | FloatArray, whole: IndexArray) -> dict[int, float]:
+    """Return the ratio of two columns' sums by epoch or step, `at`, for those in which the second has any."""
+    parts, wholes = (np.bincount(at, each) for each in (part, whole))
+    return {int(place): float(parts[place] / wholes[place]) for place in np.flatnonzero(wholes)}

@@ -98,7 +98,6 @@ class Run:
 
     @property
     def past_warnings(self) -> list[tuple[int, str]]:
-        """Return the warnings that do not hold any more."""
         return [(step, words) for step, words in self.warnings if words not in self.holding]
 
     def has(self, name: str) -> bool:

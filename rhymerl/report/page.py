@@ -25,7 +25,7 @@ from rhymerl.report.colours import COLOURS
 from rhymerl.report.figures import evaluation_figures, header_of, key_figures, parts_of, problems_of
 from rhymerl.report.reading import read_run
 from rhymerl.report.samples import sample_data
-from rhymerl.report.settings import differences
+from rhymerl.report.settings import differences, side_by_side
 from rhymerl.report.steps import MAX_TEXTS
 from rhymerl.report.timeline import timeline_of
 from rhymerl.version import __version__
@@ -92,7 +92,7 @@ def page_of(runs: Sequence[Run], *, live: Live | None = None) -> str:
         samples=samples,
         figures=key_figures(runs),
         evaluations=evaluation_figures(runs),
-        settings=_settings_table(runs),
+        settings=side_by_side([run.settings for run in runs]),
         differences=differences([run.settings for run in runs]),
         colours=COLOURS,
         style=_asset("page.css"),
@@ -133,8 +133,3 @@ def _asset(name: str) -> str:
 def _all_curves(run: Run) -> dict[str, Any]:
     curves = {**run.curves, **run.evaluations}
     return {name: [*map(list, (thinned(curves[name]).steps, thinned(curves[name]).values))] for name in sorted(curves)}
-
-
-def _settings_table(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    return {key: [run.settings.get(key) for run in runs] for key in keys}

@@ -41,8 +41,6 @@ def read_run(path: str | Path, *, progress: ProgressBar = SILENT) -> Run:
         name=folder.resolve().name,
         settings=flat_settings(folder / "config.yaml"),
         summary=_summary(folder / "summary.json"),
-        curves={},
-        evaluations={},
     )
     run = (
         _with_steps(run, folder, progress)

@@ -45,8 +45,13 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def side_by_side(runs: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
+    """Return the values of all settings, run by run; None where a run has none."""
+    keys = dict.fromkeys(key for settings in runs for key in settings)
+    return {key: [settings.get(key) for settings in runs] for key in keys}
+
+
 def differences(runs: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
-    """Return the values, run by run, of settings that are not the same in all; None where a run has none."""
-    keys = dict.fromkeys(key for settings in runs for key in settings if key not in _NOT_OF_THE_RUN)
-    found = {key: [settings.get(key) for settings in runs] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    """Return those of settings that are not the same in all runs."""
+    found = side_by_side(runs).items()
+    return {key: values for key, values in found if len(set(values)) > 1 and key not in _NOT_OF_THE_RUN}

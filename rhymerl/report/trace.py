@@ -53,18 +53,13 @@ def _of_step(step: StepTimes) -> Iterator[Event]:
     trainer = _TRAINER if step.workers_apart else 0
     begin_s = step.ended_at - step.seconds.get("step", 0.0)
     yield _slice(f"step {step.step}", "steps", trainer, begin_s, step.ended_at)
-    at_s = begin_s
-    for part in _PARTS:
-        seconds = step.seconds.get(part, 0.0)
-        if seconds:
-            yield _slice(part, "parts", trainer, at_s, at_s + seconds)
-        at_s += seconds
-    at_s = step.ended_at - sum(step.seconds.get(part, 0.0) for part in _TRAINING)
-    for part in _TRAINING:
-        seconds = step.seconds.get(part, 0.0)
-        if seconds:
-            yield _slice(part, "parts", trainer, at_s, at_s + seconds)
-        at_s += seconds
+    training_s = sum(step.seconds.get(part, 0.0) for part in _TRAINING)
+    for parts, at_s in ((_PARTS, begin_s), (_TRAINING, step.ended_at - training_s)):
+        for part in parts:
+            seconds = step.seconds.get(part, 0.0)
+            if seconds:
+                yield _slice(part, "parts", trainer, at_s, at_s + seconds)
+            at_s += seconds
     for span in step.spans:
         yield _slice(_name(span), "worker", span.worker, span.start_s, span.end_s, activity=span.activity)
 

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
 from math import isfinite
 from numbers import Integral, Real
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 from rhymerl.errors import ConfigError
 
 
-class NamedArguments(Protocol):
-    """The part of a `Reward` that is read here."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def arguments(self) -> Mapping[str, Any]: ...
-
-
-def check_argument(reward: NamedArguments, name: str, holds: Callable[[Any], bool], expected: str) -> None:
-    """Raise ConfigError for an invalid fixed argument; the function itself checks one that is a column."""
+def check_argument(reward: Any, name: str, holds: Callable[[Any], bool], expected: str) -> None:
+    """Raise ConfigError for an invalid fixed argument of a Reward; the function itself checks one that is a column."""
     if name in reward.arguments and not holds(reward.arguments[name]):
         raise argument_error(reward, name, expected)
 
 
-def argument_error(reward: NamedArguments, name: str, expected: str) -> ConfigError:
+def argument_error(reward: Any, name: str, expected: str) -> ConfigError:
     """Return an error like `rewards.short.arguments.max_characters='9': expected …`."""
     return ConfigError(f"rewards.{reward.name}.arguments.{name}={reward.arguments[name]!r}: expected {expected}")
 

@@ -154,7 +154,7 @@ class Reward:
 
     def _check_values(self) -> None:
         allowed = {
-            "name": (_is_name(self.name), "a name"),
+            "name": (type(self.name) is str and bool(self.name.strip()), "a name"),
             "function": (isinstance(self.function, str) or callable(self.function), "a dotted name or a function"),
             "weight": (is_number(self.weight), "a finite number"),
             "where": (self.where in get_args(Where), f"one of {', '.join(get_args(Where))}"),
@@ -213,10 +213,6 @@ def check_columns(reward: Reward, columns: Iterable[str], *, gaps: Mapping[str, 
                 f"{reward.setting}: it needs a column {name!r}, and the data set has "
                 f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
             )
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def own_name(function: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 OutcomeKind = Literal["ok", "absent", "error", "timeout", "crash", "again"]
 
@@ -26,8 +26,7 @@ class Call(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of one call.
 
-    `absent`: the function does not apply; `again`: it failed with others, so it must be called alone. The first outcome
-    of a reward process is about its start.
+    `absent`: the function does not apply; `again`: it failed with others, so it must be called alone.
     """
 
     position: int  # in the chunk
@@ -35,6 +34,11 @@ class Outcome(NamedTuple):
     value: float = nan
     message: str = ""
     finished_at: float = 0.0  # time.monotonic(), which all processes of a machine share
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether it is of these types, as it came from another process."""
+        return tuple(map(type, self)) == (int, str, float, str, float) and self.kind in get_args(OutcomeKind)
 
 
 Emit = Callable[[Outcome], None]

@@ -1,54 +1,46 @@
-"""The messages of a reward process: lines of JSON, each checked, since reward functions may write to its pipe."""
+"""Messages of processes that run users' code: lines of JSON, each checked, since that code may write to the pipe."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
-
-from rhymerl.rewards.calls import Outcome, OutcomeKind
-
-MAX_LINE_BYTES = 2**16
-_TYPES = (int, str, float, str, float)  # of an Outcome
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
 class StrayBytesError(Exception):
     """Something else than the process has written into its pipe."""
 
 
-def line_of(outcome: Outcome) -> bytes:
-    """Return the outcome as a line, with its end."""
-    return json.dumps(["outcome", *outcome]).encode() + b"\n"
+class Ready(NamedTuple):
+    """The process's first words, and a sign of life later. It is ready unless it says what failed."""
+
+    failure: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        return type(self.failure) is str
 
 
-class LineReader:
-    """Reads lines of limited size from a descriptor; `parse` reads each or refuses it with StrayBytesError."""
+def line_of(message: Any) -> bytes:
+    """Return a message, a named tuple, as a line with its end."""
+    return json.dumps([type(message).__name__, *message]).encode() + b"\n"
 
-    def __init__(self, fd: int, parse: Callable[[bytes], Any], *, max_bytes: int = MAX_LINE_BYTES) -> None:
-        self._fd = fd
-        self._parse = parse
-        self._max_bytes = max_bytes
-        self._remainder = b""
 
-    def read(self) -> Iterator[Any]:
-        """Return all lines so far; wait only if none. Raises EOFError at the end, OSError and StrayBytesError."""
-        data = os.read(self._fd, MAX_LINE_BYTES)
-        if not data:
-            raise EOFError
-        *lines, self._remainder = (self._remainder + data).split(b"\n")
-        yield from map(self._parse, lines)
-        if len(self._remainder) > self._max_bytes:
+def parser_of(*kinds: type[Any]) -> Callable[[bytes], Any]:
+    """Return what reads lines of such messages, each of which says whether it `is_sound`.
+
+    It raises StrayBytesError for anything else.
+    """
+    by_name: dict[str, type[Any]] = {Ready.__name__: Ready, **{kind.__name__: kind for kind in kinds}}
+
+    def parse(line: bytes) -> Any:
+        try:
+            name, *fields = json.loads(line)
+            message = by_name[name](*fields)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise StrayBytesError from error
+        if not message.is_sound:
             raise StrayBytesError
+        return message
 
-
-def parse(line: bytes) -> Outcome:
-    """Read what `line_of` has made."""
-    try:
-        kind, *fields = json.loads(line)
-        outcome = Outcome(*fields)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StrayBytesError from error
-    if kind != "outcome" or tuple(map(type, outcome)) != _TYPES or outcome.kind not in get_args(OutcomeKind):
-        raise StrayBytesError
-    return outcome
+    return parse

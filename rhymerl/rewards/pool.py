@@ -15,13 +15,11 @@ from typing import Any, Literal, NamedTuple
 from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Call, Outcome
-from rhymerl.rewards.lines import StrayBytesError, parse
-from rhymerl.rewards.process import ChildProcess, Listener
+from rhymerl.rewards.lines import Ready, StrayBytesError, parser_of
+from rhymerl.rewards.process import GRACE_S, START_TIMEOUT_S, ChildProcess, Listener
 from rhymerl.rewards.process_main import Chunk, FunctionSpec
 
-_START_TIMEOUT_S = 120.0
 _START_AGAIN_AFTER_S = (0.1, 0.3, 0.9, 2.7)  # as starts fail while the machine has too many processes
-_GRACE_S = 0.25  # the process's own timers get the first word
 _POLL_INTERVAL_S = 0.01
 
 
@@ -37,15 +35,13 @@ class _PooledProcess(ChildProcess):
     """A reward process, and the chunk that it is at."""
 
     def __init__(self, specs: Sequence[FunctionSpec]) -> None:
-        super().__init__("rhymerl.rewards.process_main", list(specs), parse)
-        self.ready = False
+        super().__init__("rhymerl.rewards.process_main", list(specs), parser_of(Outcome))
         self.pending: dict[int, PendingCall] = {}  # by position in the chunk; the first is the one being run
         self.in_order = True
-        self.deadline = monotonic() + _START_TIMEOUT_S
 
     @property
     def is_idle(self) -> bool:
-        return self.ready and not self.pending
+        return self.is_ready and not self.pending
 
     def send(self, calls: Sequence[PendingCall], reward: Reward) -> None:
         """Raises OSError when the process is dead."""
@@ -53,7 +49,7 @@ class _PooledProcess(ChildProcess):
         self.in_order = not _is_concurrent(reward)
         num_limits = len(calls) if reward.batch else 1
         self.connection.send_bytes(pickle.dumps(Chunk(calls[0].reward, [each.call for each in calls])))
-        self.deadline = monotonic() + reward.timeout_s * num_limits + _GRACE_S
+        self.deadline = monotonic() + reward.timeout_s * num_limits + GRACE_S
 
 
 @dataclass(eq=False)
@@ -78,7 +74,7 @@ class RewardPool:
         self._processes: list[_PooledProcess] = []
         self._num_failed_starts = 0  # since one succeeded
         self._start_not_before = 0.0
-        self._listener = Listener(self._take, self._crashed, asked_for="result")
+        self._listener = Listener(self._take, self._lose, asked_for="result")
         self._next_poll = 0.0
 
     def put(self, call: PendingCall) -> None:
@@ -121,7 +117,7 @@ class RewardPool:
         self._listener.listen(timeout_s)
         now = monotonic()
         for process in [each for each in self._processes if not each.is_idle and each.deadline < now]:
-            self._lose(process, "timeout")
+            self._lose(process, kind="timeout")
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -138,7 +134,7 @@ class RewardPool:
 
     @property
     def _lacks_processes(self) -> bool:
-        num_starting = sum(not process.ready for process in self._processes)
+        num_starting = sum(not process.is_ready for process in self._processes)
         return num_starting < self._num_queued and len(self._processes) < self.num_processes
 
     def _next_chunk(self) -> list[PendingCall]:
@@ -156,15 +152,17 @@ class RewardPool:
         try:
             process.send(calls, reward)
         except OSError:
-            self._crashed(process)
+            self._lose(process)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise RewardError(f"{reward.setting}: its columns cannot be sent to a reward process: {error}") from error
 
-    def _take(self, process: _PooledProcess, outcome: Outcome) -> None:
-        if not process.ready:
-            if outcome.kind != "ok":
-                raise RewardError(outcome.message)
-            process.ready = True
+    def _take(self, process: _PooledProcess, outcome: Ready | Outcome) -> None:
+        if process.is_ready == isinstance(outcome, Ready):
+            raise StrayBytesError
+        if isinstance(outcome, Ready):
+            if outcome.failure:
+                raise RewardError(outcome.failure)
+            process.is_ready = True
             self._num_failed_starts = 0
             return
         expected = list(process.pending)[:1] if process.in_order else process.pending
@@ -172,22 +170,19 @@ class RewardPool:
             raise StrayBytesError
         call = process.pending.pop(outcome.position)
         if process.in_order:
-            process.deadline = outcome.finished_at + self.rewards[call.reward].timeout_s + _GRACE_S
+            process.deadline = outcome.finished_at + self.rewards[call.reward].timeout_s + GRACE_S
         if outcome.kind == "again":
             self._alone.append(call)
         else:
             self.deliver(self.rewards[call.reward], call.key, outcome)
 
-    def _crashed(self, process: _PooledProcess, message: str = "") -> None:
-        self._lose(process, "crash", message=message)
-
-    def _lose(self, process: _PooledProcess, kind: Literal["crash", "timeout"], *, message: str = "") -> None:
+    def _lose(self, process: _PooledProcess, message: str = "", *, kind: Literal["crash", "timeout"] = "crash") -> None:
         """End a process that hangs or has died: the guilty call is settled, the others are queued again."""
         self._processes.remove(process)
         ending = self._listener.end(process)
-        if not process.ready:
+        if not process.is_ready:
             if kind == "timeout":
-                raise RewardError(f"a reward process did not start: it was not ready after {_START_TIMEOUT_S:g} s")
+                raise RewardError(f"a reward process did not start: it was not ready after {START_TIMEOUT_S:g} s")
             self._start_later(ending)
         if not process.pending:
             return
@@ -212,7 +207,7 @@ class RewardPool:
     def _start_later(self, reason: str) -> None:
         """Let some time pass after a failed start. Raises RewardError when too many failed and nobody is at work."""
         last = len(_START_AGAIN_AFTER_S) - 1
-        if self._num_failed_starts > last and not any(process.ready for process in self._processes):
+        if self._num_failed_starts > last and not any(process.is_ready for process in self._processes):
             raise RewardError(f"a reward process did not start: {reason}")
         self._start_not_before = monotonic() + _START_AGAIN_AFTER_S[min(self._num_failed_starts, last)]
         self._num_failed_starts += 1

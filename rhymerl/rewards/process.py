@@ -9,20 +9,25 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from rhymerl.rewards.lines import MAX_LINE_BYTES, LineReader, StrayBytesError
+from rhymerl.rewards.lines import StrayBytesError
 
 # The parent's path is set before anything is imported: rhymerl and the users' modules are then the parent's.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[4:]; from importlib import import_module; main = import_module(sys.argv[1]).main; "
-    "fds = map(int, sys.argv[2:4]); del sys.argv[1:]; main(*fds)"
+    "import sys; sys.path[:] = sys.argv[4:]; from rhymerl.rewards.child import run; "
+    "program, *fds = sys.argv[1:4]; del sys.argv[1:]; run(program, *map(int, fds))"
 )
+START_TIMEOUT_S = 120.0
+GRACE_S = 0.25  # the process's own timers get the first word
 _EXIT_TIMEOUT_S = 1.0
+_READ_BYTES = 2**16
+_MAX_LINE_BYTES = 2**24
 _MARK = "RHYMERL_REWARD_PROCESS"  # in the environment of a reward process and of all that comes from it
 
 
@@ -34,10 +39,12 @@ class ChildProcess:
     which leave the group, are found by a mark in their environment. Raises OSError when it cannot be started.
     """
 
-    def __init__(
-        self, program: str, setup: Any, parse: Callable[[bytes], Any], *, max_bytes: int = MAX_LINE_BYTES
-    ) -> None:
+    def __init__(self, program: str, setup: Any, parse: Callable[[bytes], Any]) -> None:
         """Start the module `program` with a first message; `parse` reads its lines."""
+        self.is_ready = False
+        self.deadline = monotonic() + START_TIMEOUT_S
+        self._parse = parse
+        self._remainder = b""
         self.connection: Connection[Any, Any]
         self.connection, theirs = Pipe()
         their_pipe_end, self._parent_pipe = os.pipe()
@@ -59,13 +66,18 @@ class ChildProcess:
         finally:
             theirs.close()
             os.close(their_pipe_end)
-        self.lines = LineReader(self.connection.fileno(), parse, max_bytes=max_bytes)
         with suppress(OSError):  # a process that is dead already shows when it is read from
             self.connection.send_bytes(pickle.dumps(setup))
 
-    def hang_up(self) -> None:
-        """Close the connection: an idle process ends by itself."""
-        self.connection.close()
+    def read(self) -> Iterator[Any]:
+        """Return all messages so far; wait only if none. Raises EOFError at the end, OSError and StrayBytesError."""
+        data = os.read(self.connection.fileno(), _READ_BYTES)
+        if not data:
+            raise EOFError
+        *lines, self._remainder = (self._remainder + data).split(b"\n")
+        yield from map(self._parse, lines)
+        if len(self._remainder) > _MAX_LINE_BYTES:
+            raise StrayBytesError
 
     def end(self, *, at_once: bool) -> str:
         """Kill the process group, after a moment unless `at_once`; returns how the process ended."""
@@ -113,7 +125,7 @@ class Listener(Generic[Process]):
 
     def _read(self, process: Process) -> None:
         try:
-            for message in process.lines.read():
+            for message in process.read():
                 self._take(process, message)
         except StrayBytesError:
             self._lose(process, f"something else than its {self._asked_for} was written into its process's pipe")
@@ -123,13 +135,13 @@ class Listener(Generic[Process]):
     def end(self, process: Process) -> str:
         """End a process at once, and listen to it no more; returns how it ended."""
         self._selector.unregister(process.connection)
-        process.hang_up()
+        process.connection.close()
         return process.end(at_once=True)
 
     def close(self, processes: Collection[Process], is_busy: Callable[[Process], bool]) -> None:
         """End all processes, at once where they are busy. May be called twice."""
         for process in processes:
-            process.hang_up()
+            process.connection.close()  # an idle one ends by itself
         for process in processes:
             process.end(at_once=is_busy(process))
         self._selector.close()

@@ -95,7 +95,7 @@ class DemonstrationLoader:
     def _replied(self, messages: Sequence[Mapping[str, str]], *, is_chat: bool) -> list[int]:
         reply = messages if is_chat else "".join(message["content"] for message in messages)
         end = self.policy.tokenizer.eos_token_id
-        token_ids = self.replies.encode(reply, is_chat=is_chat, ended_by=end, location="a demonstration")
+        _, token_ids = self.replies.encode(reply, is_chat=is_chat, ended_by=end, location="a demonstration")
         return [int(token) for token in token_ids]
 
 

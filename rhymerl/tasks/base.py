@@ -17,7 +17,6 @@ TaskSplit = Literal["train", "validation", "warmstart"]
 Problem = str | list[dict[str, str]]  # text, or chat messages
 
 _TENTHS: tuple[TaskSplit, ...] = ("validation", "train", "train") + ("warmstart",) * 7
-_PATIENCE = 100_000  # draws in a row that bring nothing new
 
 
 def split_of(prompt: Problem, tenths: Sequence[TaskSplit] = _TENTHS) -> TaskSplit:
@@ -35,8 +34,11 @@ class Task(ABC):
     #: As of environments, where it replies: whether the same transcript always gets the same reply, which is then
     #: remembered.
     is_pure: ClassVar[bool] = False
+    has_sessions: ClassVar[bool] = False
     #: The splits' shares of all problems.
     tenths: ClassVar[tuple[TaskSplit, ...]] = _TENTHS
+    #: Draws in a row that bring nothing new, before there are no more problems.
+    patience: ClassVar[int] = 100_000
 
     seed: int = 0
     train_size: int = at_least(1, 512)
@@ -62,7 +64,8 @@ class Task(ABC):
 
         Raises ConfigError when the task has fewer.
         """
-        size = self.train_size if split == "train" else self.validation_size
+        name = "train_size" if split == "train" else "validation_size"
+        size = getattr(self, name)
         pool: dict[str, Row] = {}
         repeats = 0
         for row in self.stream(split, seed=self.seed):
@@ -71,21 +74,21 @@ class Task(ABC):
             pool.setdefault(text, row)
             if len(pool) == size:
                 break
-            if repeats == _PATIENCE:
-                raise ConfigError(
-                    f"task.{'train' if split == 'train' else 'validation'}_size={size}: {type(self).__name__} has only "
-                    f"{len(pool)} problems for it"
-                )
+            if repeats == self.patience:
+                raise ConfigError(f"task.{name}={size}: {self._too_few(len(pool))}")
         return list(pool.values())
+
+    def _too_few(self, count: int) -> str:
+        return f"{type(self).__name__} has only {count} problems for it"
 
     def stream(self, split: TaskSplit, *, seed: int) -> Iterator[Row]:
         """Yield problems of one split without end (repeats are possible), from `seed` alone.
 
-        Raises ValueError when 100 000 draws in a row give nothing for the split.
+        Raises ValueError when `patience` draws in a row give nothing for the split.
         """
         random_source = random.Random(f"{type(self).__name__}/{split}/{seed}")
         misses = 0
-        while misses < _PATIENCE:
+        while misses < self.patience:
             row = self.problem(random_source)
             misses += 1
             if split_of(row["prompt"], self.tenths) == split:

@@ -7,15 +7,16 @@ import importlib
 import json
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from rhymerl.errors import ConfigError
 from rhymerl.tasks.base import Row, Task, TaskSplit, split_of
 
 _CHUNK = 500  # problems made from one seed: some data sets are costly to set up, and none has fewer
 
 
+@dataclass(eq=False)
 class ReasoningGym(Task):
     """One data set of reasoning-gym, such as `ReasoningGym("chain_sum", settings={"max_terms": 4})`.
 
@@ -31,34 +32,28 @@ class ReasoningGym(Task):
 
     reward = "rhymerl.rewards.reasoning_gym_reward"
     tenths: ClassVar[tuple[TaskSplit, ...]] = ("validation",) * 4 + ("train",) * 4 + ("warmstart",) * 2
+    patience: ClassVar[int] = 10 * _CHUNK
 
-    def __init__(
-        self,
-        dataset: str,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        system_prompt: str | None = "default",
-        chat: bool = True,
-        answer_tag: str | None = "answer",
-        seed: int = 0,
-        train_size: int = 512,
-        validation_size: int = 512,
-    ) -> None:
-        super().__init__(seed=seed, train_size=train_size, validation_size=validation_size)
-        self.dataset = dataset
-        self.settings = dict(settings or {})
-        self.system_prompt = system_prompt
-        self.chat = chat
-        self.answer_tag = answer_tag
+    dataset: str
+    _: KW_ONLY
+    settings: Mapping[str, Any] | None = None
+    system_prompt: str | None = "default"
+    chat: bool = True
+    answer_tag: str | None = "answer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settings = dict(self.settings or {})
         for name in ("seed", "size"):
-            if name in self.settings:
+            if name in self._settings:
                 raise ValueError(f"settings.{name}: set seed, train_size and validation_size instead")
-        _make_data_set(dataset, self.settings, seed=seed, size=1)
+        _make_data_set(self.dataset, self._settings, seed=self.seed, size=1)
         known: Mapping[str, str] = _package("utils").SYSTEM_PROMPTS
-        self._system_text = None if system_prompt is None else known.get(system_prompt, system_prompt).strip()
+        prompt = self.system_prompt
+        self._system_text = None if prompt is None else known.get(prompt, prompt).strip()
 
     def problem(self, random_source: random.Random) -> Row:
-        return self._row(_make_data_set(self.dataset, self.settings, seed=random_source.getrandbits(31), size=1)[0])
+        return self._row(_make_data_set(self.dataset, self._settings, seed=random_source.getrandbits(31), size=1)[0])
 
     def demonstration(self, row: Row, random_source: random.Random) -> str:
         """Raises TypeError for a data set that verifies answers and gives none."""
@@ -66,23 +61,8 @@ class ReasoningGym(Task):
             raise TypeError(f"{self.dataset} gives no answers, so it cannot warm-start a policy")
         return row["answer"] if self.answer_tag is None else f"<{self.answer_tag}>{row['answer']}</{self.answer_tag}>"
 
-    def rows(self, split: TaskSplit) -> list[Row]:
-        """Raises ConfigError when the data set has too few distinct problems."""
-        name = "train_size" if split == "train" else "validation_size"
-        size = getattr(self, name)
-        pool: dict[str, Row] = {}
-        new_at = 0
-        for draw, row in enumerate(self.stream(split, seed=self.seed)):
-            if pool.setdefault(row["question"], row) is row:
-                new_at = draw
-            if len(pool) == size:
-                break
-            if draw - new_at > 10 * _CHUNK:
-                raise ConfigError(
-                    f"task.{name}={size}: expected at most {len(pool)}, about as many distinct problems "
-                    f"as {self.dataset} has for this split"
-                )
-        return list(pool.values())
+    def _too_few(self, count: int) -> str:
+        return f"expected at most {count}, about as many distinct problems as {self.dataset} has for this split"
 
     def stream(self, split: TaskSplit, *, seed: int) -> Iterator[Row]:
         """Raises ValueError when 20 000 draws in a row give nothing for the split."""
@@ -98,12 +78,12 @@ class ReasoningGym(Task):
 
     def _problems(self, random_source: random.Random) -> Iterator[dict[str, Any]]:
         while True:
-            data_set = _make_data_set(self.dataset, self.settings, seed=random_source.getrandbits(31), size=_CHUNK)
+            data_set = _make_data_set(self.dataset, self._settings, seed=random_source.getrandbits(31), size=_CHUNK)
             for index in range(_CHUNK):
                 yield data_set[index]
 
     def _row(self, problem: Mapping[str, Any]) -> Row:
-        scoring = {"dataset": self.dataset, "settings": self.settings, "answer_tag": self.answer_tag}
+        scoring = {"dataset": self.dataset, "settings": self._settings, "answer_tag": self.answer_tag}
         return {
             "prompt": self._prompt(problem["question"]),
             "question": problem["question"],

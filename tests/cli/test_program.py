@@ -20,9 +20,10 @@ import yaml
 from rhymerl.cli import main
 from rhymerl.cli.base import ConfiguredCommand, Result, Subcommand
 from rhymerl.cli.interrupt import Interrupt
-from rhymerl.cli.kinds import names_of
+from rhymerl.cli.kinds import kind_of
 from rhymerl.cli.program import COMMANDS
 from rhymerl.config import compose, packaged_names, resolved
+from rhymerl.config.files import locate
 from rhymerl.errors import RunError
 
 CONFIG = "seed: 0\ntask: {_target_: rhymerl.tasks.RunningSum, seed: '${seed}'}\n"
@@ -33,7 +34,7 @@ class Show(ConfiguredCommand):
 
     name = "show"
 
-    def run_config(self, config: Any, interrupt: Interrupt) -> Result:
+    def run_config(self, config: Any, arguments: Namespace, interrupt: Interrupt) -> Result:
         print("words for people")
         return resolved(config)["task"]
 
@@ -91,20 +92,19 @@ def test_print_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["fit"], "error: rhymerl fit needs --config: a .yaml file, or one of base"),
         (["fit", "--config", "qickstart"], "did you mean quickstart?"),
         (["evaluate", "--config", "nothing.yaml"], "error: --config nothing.yaml: expected the path of a .yaml file"),
-        (["fit", "quickstart"], "'quickstart': expected an option of rhymerl fit, or an override key=value"),
-        (["fit", "quickstart"], "; did you mean --config quickstart?"),
+        (
+            ["fit", "quickstart"],
+            "'quickstart': expected an option of rhymerl fit, or an override key=value; did you mean --config quickstart?",
+        ),
         (["fit", "quikstart"], "; did you mean --config quickstart?"),
         (["evaluate", "quickstart"], "(it has no config.yaml); did you mean --config quickstart?"),
-        (["fit", "--confg", "quickstart"], "'--confg': expected an option of rhymerl fit"),
         (["fit", "--confg", "quickstart"], "; did you mean --config?"),
         (["fit", "--config=quickstart", "--trainer.max_steps=3"], "; did you mean trainer.max_steps=3?"),
         (["fit", "--config=quickstart", "--trainer.max_steps", "3"], "; did you mean trainer.max_steps=3?"),
         (["fit", "--config=quickstart", "-seed=3"], "; did you mean seed=3?"),
-        (["fti"], "invalid choice: 'fti'"),
         (["fti"], "; did you mean fit?"),
         (["generate"], "; did you mean rollout?"),
         (["train", "--config", "quickstart"], "; did you mean fit?"),
-        (["fit", "rollout"], "'rollout': expected an option of rhymerl fit, or an override key=value"),
         (["evaluate"], "error: rhymerl evaluate needs RUN or --config: a .yaml file, or one of base"),
         (
             ["simulate", "--config=simulat"],
@@ -129,18 +129,10 @@ def test_bad_usage_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        (["fit", "--config=simulate"], "simulate"),
         (["fit", "--config=rollout", "trainer.max_steps=3"], "rollout"),
-        (["fit", "--config=warmstart_running_sum"], "warmstart"),
         (["evaluate", "--config=replay"], "replay"),
-        (["simulate", "--config=quickstart"], "fit"),
         (["simulate", "--config=quickstart", "workers=4"], "fit"),
-        (["replay", "trace.jsonl", "--config=quickstart"], "fit"),
-        (["rollout", "--config=sglang_args"], "sglang-args"),
-        (["bench", "rollout", "--config=quickstart"], "fit"),
         (["bench", "drafter", "--config=bench_rollout"], "bench rollout"),
-        (["warmstart", "--config=rollout"], "rollout"),
-        (["sglang-args", "--config=rollout"], "rollout"),
     ],
 )
 def test_a_config_of_another_command_is_named(words: list[str], kind: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,10 +151,9 @@ def test_a_file_that_is_no_config_of_the_command(config: Path, capsys: pytest.Ca
 
 
 def test_every_packaged_config_is_of_one_command() -> None:
-    kinds = ("fit", "rollout", "replay", "simulate", "warmstart", "sglang-args")
-    names = [name for kind in kinds for name in names_of(kind)]
-    names += [name for what in ("rollout", "drafter", "costs") for name in names_of(f"bench {what}")]
-    assert sorted(names) == packaged_names()
+    commands = {"fit", "rollout", "replay", "simulate", "warmstart", "sglang-args"}
+    benches = {f"bench {what}" for what in ("rollout", "drafter", "costs")}
+    assert {kind_of(locate(name)) for name in packaged_names()} == commands | benches
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)

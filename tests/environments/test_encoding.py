@@ -19,7 +19,7 @@ RESULT = {"role": "tool", "content": "4", "name": "tool", "tool_call_id": "abcde
 
 
 def appended(encoder: ReplyEncoder, reply: object, **settings: Any) -> str:
-    return str(encoder.chat.tokenizer.decode(encoder.encode(reply, is_chat=True, **settings)))
+    return str(encoder.chat.tokenizer.decode(encoder.encode(reply, is_chat=True, **settings)[1]))
 
 
 def words(noise: random.Random, *, at_least: int = 0) -> str:
@@ -62,7 +62,7 @@ def play(family: Family, encoder: ReplyEncoder, noise: random.Random) -> tuple[l
         in_place = tokens(family, text + sampled)
         assert in_place[: len(kept)] == kept
         is_text = reply[0]["role"] == "user" and noise.random() < 0.5
-        token_ids = encoder.encode(reply[0]["content"] if is_text else reply, is_chat=True, is_cut=is_cut)
+        token_ids = encoder.encode(reply[0]["content"] if is_text else reply, is_chat=True, is_cut=is_cut)[1]
         kept = in_place + token_ids.tolist()
         messages += [answer, *reply]
         text = rendered(family, messages)
@@ -156,7 +156,9 @@ def test_a_template_without_an_end_of_turn_appends_all_of_it() -> None:
 def test_template_arguments_and_tools_reach_the_template() -> None:
     encoder = encoder_of("qwen3", chat_template_kwargs={"enable_thinking": False})
     assert appended(encoder, "hi").endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert appended(encoder_of("mistral", tools=TOOLS), "hi").startswith('[AVAILABLE_TOOLS] [{"type"')
+    assert appended(encoder_of("mistral", chat_template_kwargs={"tools": TOOLS}), "hi").startswith(
+        '[AVAILABLE_TOOLS] [{"type"'
+    )
 
 
 def test_the_time_is_that_of_the_start() -> None:
@@ -171,15 +173,15 @@ def test_the_time_is_that_of_the_start() -> None:
 @pytest.mark.parametrize("text", ["higher\n", " 4", "\n\n", "é🙂"])
 def test_plain_text_is_appended_as_it_is(name: str, text: str) -> None:
     encoder = encoder_of(name)
-    token_ids = encoder.encode(text, is_chat=False)
+    token_ids = encoder.encode(text, is_chat=False)[1]
     end = FAMILIES[name].special[0]
     assert tokens(FAMILIES[name], end + text) == [*tokens(FAMILIES[name], end), *token_ids]
     assert token_ids.dtype == "int32"
-    assert encoder.encode(text, is_chat=False, is_cut=True).tolist() == token_ids.tolist()
+    assert encoder.encode(text, is_chat=False, is_cut=True)[1].tolist() == token_ids.tolist()
 
 
 def test_plain_text_needs_no_template() -> None:
-    assert ReplyEncoder(character_tokenizer("0123")).encode("12", is_chat=False).tolist() == [3, 4]
+    assert ReplyEncoder(character_tokenizer("0123")).encode("12", is_chat=False)[1].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -236,10 +238,10 @@ def test_a_long_reply_loses_text_and_no_scaffold(name: str) -> None:
     long = {**RESULT, "role": FAMILIES[name].roles[-1], "content": LONG}
     reply = [{**long, "content": "no"}, long, long] if long["role"] == "tool" else [long]
     short = [{**message, "content": message["content"].replace(LONG, "")} for message in reply]
-    fewest = len(encoder_of(name).encode(short, is_chat=True))
+    fewest = len(encoder_of(name).encode(short, is_chat=True)[1])
     limit = fewest + 60
     encoder = encoder_of(name, max_reply_tokens=limit)
-    token_ids = encoder.encode(reply, is_chat=True)
+    token_ids = encoder.encode(reply, is_chat=True)[1]
     assert limit - 3 * len(reply) <= len(token_ids) <= limit
     scaffold, num_cuts = re.subn(f"yes 12 [yes12 ]*{re.escape(CUT_MARK)}", "", appended(encoder, reply))
     assert scaffold == appended(encoder_of(name), short)
@@ -248,22 +250,23 @@ def test_a_long_reply_loses_text_and_no_scaffold(name: str) -> None:
 
 
 def test_a_reply_that_fits_is_whole() -> None:
-    whole = encoder_of("qwen2.5").encode("yes " * 50, is_chat=True)
+    whole = encoder_of("qwen2.5").encode("yes " * 50, is_chat=True)[1]
     assert (
-        encoder_of("qwen2.5", max_reply_tokens=len(whole)).encode("yes " * 50, is_chat=True).tolist() == whole.tolist()
+        encoder_of("qwen2.5", max_reply_tokens=len(whole)).encode("yes " * 50, is_chat=True)[1].tolist()
+        == whole.tolist()
     )
-    shorter = encoder_of("qwen2.5", max_reply_tokens=len(whole) - 1).encode("yes " * 50, is_chat=True)
+    shorter = encoder_of("qwen2.5", max_reply_tokens=len(whole) - 1).encode("yes " * 50, is_chat=True)[1]
     assert len(shorter) == len(whole) - 1
 
 
 def test_plain_text_is_cut_too_without_a_mark_that_the_tokenizer_lacks() -> None:
     encoder = ReplyEncoder(character_tokenizer("0123"), max_reply_tokens=4)
-    assert encoder.encode("012301230", is_chat=False).tolist() == [2, 3, 4, 5]
+    assert encoder.encode("012301230", is_chat=False)[1].tolist() == [2, 3, 4, 5]
     assert appended_text(FAMILIES["olmo"].tokenizer(), "no " * 99, limit=20).endswith(f"no no {CUT_MARK}")
 
 
 def appended_text(tokenizer: PreTrainedTokenizerBase, reply: str, *, limit: int) -> str:
-    return str(tokenizer.decode(ReplyEncoder(tokenizer, max_reply_tokens=limit).encode(reply, is_chat=False)))
+    return str(tokenizer.decode(ReplyEncoder(tokenizer, max_reply_tokens=limit).encode(reply, is_chat=False)[1]))
 
 
 def test_a_limit_below_the_scaffold_is_refused() -> None:

@@ -28,7 +28,7 @@ class Digits:
     """Encodes text as the codes of its characters."""
 
     def encode(self, content: str, *, is_chat: bool, ended_by: int, location: str):
-        return np.array([ord(each) for each in content], np.int32)
+        return content, np.array([ord(each) for each in content], np.int32)
 
 
 class Turns(TokenBackend):

@@ -8,6 +8,7 @@ import pytest
 
 from rhymerl.environments.base import Environment, Reply, Turn
 from rhymerl.environments.pool import EnvironmentPool, Replied
+from rhymerl.environments.replies import checked_reply
 from rhymerl.errors import EpisodeError
 from tests.environments.worlds import Asks, AsyncShells, Awaits, Fails, Meets, Shells
 
@@ -65,6 +66,11 @@ def test_a_call_that_fails_costs_its_episode_and_no_other(do, words):
     ("value", "words"),
     [
         (3, "TypeError: it returned 3, expected text, chat messages, a Reply or None"),
+        (Reply(content=3), "TypeError: it returned 3, expected text"),
+        (
+            {"role": "user", "content": None},
+            "TypeError: it returned the message {'role': 'user', 'content': None}, exp",
+        ),
         ("", "ValueError: it returned '', expected a reply, or None where the episode is over"),
         ([], "ValueError: it returned [], expected a reply"),
         (
@@ -77,7 +83,9 @@ def test_a_call_that_fails_costs_its_episode_and_no_other(do, words):
     ],
 )
 def test_what_is_no_reply_is_named(value, words):
-    assert replies_of(Asks(), {"e": {"do": "return", "value": value}})["e"].failure.startswith(words)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        checked_reply(value)
+    assert f"{caught.typename}: {caught.value}".startswith(words)
 
 
 def test_what_is_printed_goes_elsewhere():

@@ -34,7 +34,11 @@ def test_a_template_only_appends_unless_it_drops_thoughts(name: str, role: str) 
 @pytest.mark.parametrize(
     ("name", "settings", "difference"),
     [
-        ("mistral", {"tools": TOOLS}, "one turn: '[INST] Is it so?[/INST]' in place of '[AVAILABLE_TOOLS] ["),
+        (
+            "mistral",
+            {"chat_template_kwargs": {"tools": TOOLS}},
+            "one turn: '[INST] Is it so?[/INST]' in place of '[AVAILABLE_TOOLS] [",
+        ),
         (
             "qwen3",
             {"chat_template_kwargs": {"enable_thinking": False}},
@@ -63,15 +67,6 @@ def test_other_tokens_for_the_same_text_are_said() -> None:
     spaced = "{% for m in messages %}{{ m.role ~ '\\n\\n' ~ m.content ~ eos_token }}{% endfor %}{{ 'assistant\\n' }}"
     encoder = encoder_of("olmo", chat_template_kwargs={"chat_template": spaced})
     assert "(one turn: other tokens for the same text, from '\\n\\nYes." in str(prove(encoder, ["user"]))
-
-
-def test_a_run_begins_with_its_own_prompt() -> None:
-    template = "{{ messages[0].content }}{% for m in messages[1:] %}{{ m.content ~ eos_token }}{% endfor %}"
-    with_first = template + "{% if messages[0].role == 'system' %}{{ messages | length }}{% endif %}"
-    encoder = encoder_of("olmo", chat_template_kwargs={"chat_template": with_first})
-    question = {"role": "user", "content": "hi"}
-    assert prove(encoder, ["user"], opening=[question]) is None
-    assert prove(encoder, ["user"], opening=[{"role": "system", "content": "Be brief."}, question]) is not None
 
 
 def test_a_template_that_takes_an_answer_alone_is_said_to_refuse_the_whole() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymerl.report.answers import AnswerColumns, Answers, by_epoch
+from rhymerl.report.answers import AnswerColumns, Answers, ratios
 from rhymerl.report.samples import sample_data
 
 ANSWERS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=25)
@@ -55,8 +55,8 @@ def test_the_change_is_that_of_the_mean_since_the_prompt_was_here_before(rows):
 
 def test_rates_by_epoch_are_those_of_the_sums():
     answers = answers_of([record(1, 0, [(0, 1)] * 3), record(2, 2, [(0, 1)] * 4)])
-    assert by_epoch(answers, "accepted", "drafted") == {0: 1.0, 2: 1.0}
-    assert by_epoch(answers, "reward", "tokens") == {0: 3 / (0 + 1 + 2), 2: 4 / (0 + 1 + 2 + 3)}
+    assert ratios(answers.epoch, answers.accepted, answers.drafted) == {0: 1.0, 2: 1.0}
+    assert ratios(answers.epoch, answers.reward, answers.tokens) == {0: 3 / (0 + 1 + 2), 2: 4 / (0 + 1 + 2 + 3)}
 
 
 def test_of_many_answers_some_steps_are_shown_the_last_one_among_them():

@@ -17,6 +17,9 @@ from rhymerl.rewards import Reward, RewardScorer, check_columns
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output
 from tests.bytecodes import bytecodes
+from tests.products import values_first
+
+WHERE = ["pool", "main", "engine"]
 
 
 def test_scores_by_key_and_name_in_order_of_submission() -> None:
@@ -41,7 +44,7 @@ def test_no_rewards() -> None:
         assert scorer.metrics() == {}
 
 
-@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
     ("function", "columns", "arguments", "expected"),
     [
@@ -60,7 +63,7 @@ def test_functions_get_the_columns_that_they_accept(
         assert scorer.collect() == {"a": {"r": expected}}
 
 
-@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+@pytest.mark.parametrize("where", WHERE)
 def test_batch_functions_get_lists_of_columns_and_plain_arguments(where: Any) -> None:
     reward = Reward("user_rewards.batch_answered", name="r", batch=True, where=where, arguments={"scale": 3.0})
     with RewardScorer([reward], chunk_size=4) as scorer:
@@ -101,8 +104,7 @@ def test_local_failures_cost_one_sample(where: Any, text: str, function: str) ->
         assert scorer.metrics()["rewards/r/errors"] == 0.0
 
 
-@pytest.mark.parametrize("where", ["pool", "main", "engine"])
-@pytest.mark.parametrize("function", ["act", "act_async", "act_in_batch"])
+@pytest.mark.parametrize(("where", "function"), values_first(WHERE, ["act", "act_async", "act_in_batch"]))
 def test_none_means_that_a_function_does_not_apply(where: Any, function: str) -> None:
     """That is no failure, and no reward either; verl's dicts have theirs under a name."""
     settings: Any = {"where": where, "default": -1.0, "batch": function == "act_in_batch"}
@@ -120,7 +122,7 @@ def test_none_means_that_a_function_does_not_apply(where: Any, function: str) ->
     assert (failures.num_samples, failures.num_failed, failures.num_absent) == (4, {"r": 1}, {"r": 2})
 
 
-@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+@pytest.mark.parametrize("where", WHERE)
 def test_a_failed_call_that_is_dropped_gives_no_reward_and_is_a_failure_all_the_same(where: Any) -> None:
     reward = Reward("user_rewards.act", name="r", where=where, default=-1.0, on_failure="drop")
     with RewardScorer([reward]) as scorer:
@@ -135,8 +137,7 @@ def test_a_failed_call_that_is_dropped_gives_no_reward_and_is_a_failure_all_the_
     assert failures.sentences()[1].endswith("rewards.r returned None for 33% of them, rewards.r failed for 33% of them")
 
 
-@pytest.mark.parametrize("where", ["pool", "main", "engine"])
-@pytest.mark.parametrize("function", ["of_answer", "of_answers"])
+@pytest.mark.parametrize(("where", "function"), values_first(WHERE, ["of_answer", "of_answers"]))
 def test_functions_get_what_is_known_of_an_answer(where: Any, function: str) -> None:
     reward = Reward(f"user_rewards.{function}", name="r", where=where, batch=function == "of_answers")
     request = make_requests(1)[0]
@@ -152,7 +153,7 @@ def test_functions_get_what_is_known_of_an_answer(where: Any, function: str) -> 
         assert [each["r"] for each in scorer.collect().values()] == [1075.0, 75.0, 96.0]
 
 
-@pytest.mark.parametrize("where", ["pool", "main", "engine"])
+@pytest.mark.parametrize("where", WHERE)
 def test_what_a_function_opens_outlives_a_call_and_is_closed_in_the_end(where: Any, tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     reward = Reward("user_rewards.recorded", where=where, arguments={"path": str(path)})

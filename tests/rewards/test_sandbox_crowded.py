@@ -68,7 +68,7 @@ def test_a_want_of_processes_that_passes_costs_nothing(crowded) -> None:
     assert crowded("for_a_while", 40)["passed"] == 1
 
 
-@pytest.mark.parametrize("scene", ["no_sandbox", "no_answer", "no_thread"])
+@pytest.mark.parametrize("scene", ["no_sandbox", "no_thread", pytest.param("no_answer", marks=pytest.mark.slow)])
 def test_a_want_of_processes_that_lasts_is_not_the_answers_fault(crowded, scene: str) -> None:
     found = crowded(scene, 40)
     assert "passed" not in found

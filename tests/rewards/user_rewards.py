@@ -17,7 +17,6 @@ STRAY = {
     "stray bytes": b"bytes that nobody asked for",
     "stray line": b"a line that nobody asked for\n",
     "stray outcome": b'[0, "ok", 99.0, "", 0.0]\n',
-    "stray length": (2**30).to_bytes(4, "big"),
 }
 
 
@@ -50,8 +49,6 @@ def act(completion: str) -> Any:
             sys.exit(3)
         case "os._exit":
             os._exit(3)
-        case "sigkill":
-            os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":
             ctypes.string_at(0)
         case "sleep":
@@ -92,7 +89,7 @@ def act(completion: str) -> Any:
         case "daemon and os._exit":
             be_daemon()
             os._exit(3)
-        case "stray bytes" | "stray line" | "stray outcome" | "stray length":
+        case "stray bytes" | "stray line" | "stray outcome":
             write_everywhere(STRAY[completion])
         case "print":
             print("user output " * 1000, flush=True)

@@ -25,7 +25,7 @@ class Codes:
     """Encodes digits as tokens that the tiny vocabulary has."""
 
     def encode(self, content: str, **_: object):
-        return np.array([4 + ord(each) % 10 for each in content], np.int32)
+        return content, np.array([4 + ord(each) % 10 for each in content], np.int32)
 
 
 def played(backend: RolloutBackend, requests: list[RolloutRequest]) -> Answers:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhymerl.errors import ConfigError
 from rhymerl.tasks import RunningSum, split_of
 from rhymerl.tasks.base import TaskSplit
 from rhymerl.tasks.running_sum import CHARACTERS, running_sum_reward
@@ -126,8 +125,3 @@ def test_problems_are_the_same_in_every_process() -> None:
 def test_an_empty_pool_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=0: expected at least 1"):
         RunningSum(**{name: 0})
-
-
-def test_a_task_with_too_few_problems_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"task\.train_size=512: RunningSum has only \d+ problems"):
-        RunningSum(difficulty=1, max_number=4).rows("train")

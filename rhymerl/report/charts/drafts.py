@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rhymerl.report.answers import by_epoch
-from rhymerl.report.base import Answers, Curve, Run
+from rhymerl.report.answers import ratios
+from rhymerl.report.base import Curve, Run
 from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, run_colour, series_of
 
 _SOURCES = {
@@ -56,7 +56,7 @@ def _acceptance_by_epoch(runs: Sequence[Run]) -> Chart:
     for index, run in enumerate(runs):
         if run.answers is None or not run.answers.drafted.any():
             continue
-        found = by_epoch(run.answers, "accepted", "drafted")
+        found = ratios(run.answers.epoch, run.answers.accepted, run.answers.drafted)
         series.append(Series(name=run.name, x=[*found], y=[*found.values()], colour=run_colour(index), kind="bars"))
     return Chart(
         id="acceptance-epoch",
@@ -100,7 +100,8 @@ def _mean_between(curve: Curve, first: int, last: int) -> float | None:
 
 def _origins(run: Run, runs: Sequence[Run]) -> Chart:
     """Return the share of each step's tokens that were drafted, by source."""
-    share = _drafted_shares(run.answers) if run.answers is not None else {}
+    answers = run.answers
+    share = ratios(answers.step, answers.accepted, answers.tokens) if answers is not None else {}
     series = []
     for name, words in _SOURCES.items() if share else ():
         curve = run.curves.get(f"spec/accepted_{name}_frac")
@@ -117,9 +118,3 @@ def _origins(run: Run, runs: Sequence[Run]) -> Chart:
         y_title="share of tokens",
         series=series,
     )
-
-
-def _drafted_shares(answers: Answers) -> dict[int, float]:
-    """Return the share of each step's tokens that were accepted from drafts."""
-    accepted, tokens = (np.bincount(answers.step, each) for each in (answers.accepted, answers.tokens))
-    return {int(step): float(accepted[step] / tokens[step]) for step in np.flatnonzero(tokens)}

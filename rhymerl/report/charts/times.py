@@ -17,6 +17,7 @@ _PARTS = {  # in the order of a step
     "update": "update",
 }
 _REST = "the rest"
+_COLOURS = {"rollout": "rollout", "update": "update", _REST: "rest"}  # of parts; others have numbers
 
 
 def time_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -51,7 +52,7 @@ def _parts(run: Run, runs: Sequence[Run]) -> Chart:
     series = []
     for number, (words, part) in enumerate({**known, _REST: rest}.items()):
         curve = Curve(steps=whole.steps, values=[part.get(step, 0.0) for step in whole.steps])
-        shown = series_of(words, curve, f"part-{_colour_of(words, number)}", "area")
+        shown = series_of(words, curve, f"part-{_COLOURS.get(words, number)}", "area")
         if max(shown.y, default=0.0) > 0.005 * max(whole.values):  # others would be lines without a height
             series.append(shown)
     return Chart(
@@ -66,7 +67,3 @@ def _parts(run: Run, runs: Sequence[Run]) -> Chart:
 
 def _by_step(curve: Curve) -> dict[int, float]:
     return dict(zip(curve.steps, curve.values, strict=True))
-
-
-def _colour_of(words: str, number: int) -> str:
-    return {"rollout": "rollout", "update": "update", _REST: "rest"}.get(words, str(number))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from . import handover
-from .wire import BrokenMessageError, decode, encode, read_message, write_message
+from .wire import BrokenMessageError, decode, encode, read_message, refuse, write_message
 
 _MAX_MESSAGE_BYTES = 2**26
 _CHANGEABLE = (list, dict, set, bytearray)
@@ -165,7 +165,7 @@ class Peer:
                 return self._own(content)
             if kind == "name" and self.operations == EVERYTHING:
                 return handover.by_name(*content)
-            raise BrokenMessageError(f"unknown kind {kind!r}")
+            return refuse(kind, content)
 
         return decode(data, resolve)
 

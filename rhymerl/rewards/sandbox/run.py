@@ -13,7 +13,7 @@ from time import monotonic, sleep
 from typing import Any, Literal, Self, get_args
 
 from rhymerl.rewards.sandbox.process import SandboxError, UnavailableError, WarmProcess
-from rhymerl.rewards.sandbox.wire import BrokenMessageError, decode, whole_messages, write_message
+from rhymerl.rewards.sandbox.wire import decode, whole_messages, write_message
 
 Wall = Literal["namespaces", "seccomp", "process_limit"]
 WALLS: tuple[Wall, ...] = get_args(Wall)
@@ -151,14 +151,10 @@ def _summary(messages: Sequence[Mapping[str, Any]], job: Job) -> JobResult:
     return JobResult(
         passed=passed,
         failure=(*failures, "" if whole else "the tests did not come to an end")[0],
-        values=[decode(message["value"], _refuse) for message in messages if "value" in message],
+        values=[decode(message["value"]) for message in messages if "value" in message],
         unfit=next((message["unfit"] for message in messages if "unfit" in message), ""),
         missing=missing,
     )
-
-
-def _refuse(kind: str, content: Any) -> Any:
-    raise BrokenMessageError(f"a report with a value of kind {kind!r}")
 
 
 @cache

@@ -15,7 +15,7 @@ from reasoning_gym.factory import create_dataset
 from reasoning_gym.utils import extract_answer
 from sympy import Basic, cbrt, root, sqrt
 
-from .wire import BrokenMessageError, decode
+from .wire import decode
 
 _PACKAGES = ("reasoning_gym", "sympy")
 _FUNCTIONS = (sqrt, cbrt, root)
@@ -27,7 +27,7 @@ _NODES = (
 
 def score(completion: str, entry: str) -> float:
     """Return the verifier's score of the answer in a completion, 0 where it cannot parse it."""
-    scoring = decode(json.loads(entry), _refuse)
+    scoring = decode(json.loads(entry))
     data_set = create_dataset(scoring["dataset"], seed=0, size=1, **scoring["settings"])
     tag = scoring["answer_tag"]
     answer = completion.strip() if tag is None else extract_answer(completion, tag_name=tag)
@@ -36,10 +36,6 @@ def score(completion: str, entry: str) -> float:
             return float(data_set.score_answer(answer, scoring["entry"]))
         except ValueError:  # some verifiers parse without a guard, such as int("none") in prime_factorization
             return 0.0
-
-
-def _refuse(kind: str, content: Any) -> Any:
-    raise BrokenMessageError(f"a row with a value of kind {kind!r}")
 
 
 @contextmanager

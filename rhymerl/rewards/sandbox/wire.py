@@ -82,7 +82,12 @@ def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
     return refer(value)
 
 
-def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
+def refuse(kind: str, content: Any) -> Any:
+    """Take no value but plain ones."""
+    raise BrokenMessageError(f"unknown kind {kind!r}")
+
+
+def decode(data: Any, resolve: Callable[[str, Any], Any] = refuse) -> Any:
     """Return the inverse of `encode`. Raises BrokenMessageError for what `encode` never makes."""
     try:
         return _decode(data, resolve)
