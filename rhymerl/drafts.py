@@ -172,7 +172,7 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
     if (
         starts.shape != (num_requests + 1,)
         or starts[0] != 0
-        or bool(np.any(np.diff(starts) < 0))
+        or bool(np.less(starts[1:], starts[:-1]).any())
         or total != (starts[-1],)
     ):
         raise ValueError(f"starts must rise from 0 to {total} in {num_requests} steps, one a request")
@@ -317,7 +317,8 @@ def sound(
 def problems_of(drafts: DraftBatch, *, limits: IntArray, vocabulary: int) -> dict[int, str]:
     """Return, by request, why a draft is no tree of at most `limits` [R] known tokens; empty when all are valid."""
     codes = np.zeros(len(drafts), np.int64)
-    _examine(drafts.token_ids, drafts.parents, drafts.starts, limits, vocabulary, codes)
+    if not _examine(drafts.token_ids, drafts.parents, drafts.starts, limits, vocabulary, codes):
+        return dict(drafts.problems)
     wrong = {r: _words(drafts, r, int(codes[r]), limits, vocabulary) for r in np.flatnonzero(codes).tolist()}
     return {**drafts.problems, **wrong}
 
@@ -334,7 +335,8 @@ def _words(drafts: DraftBatch, r: int, code: int, limits: IntArray, vocabulary: 
 @compiled
 def _examine(
     token_ids: IntArray, parents: IntArray, starts: IndexArray, limits: IntArray, vocabulary: int, codes: IndexArray
-) -> None:
+) -> bool:
+    """Write a code for each draft that is malformed; returns whether any is."""
     for r in range(len(codes)):
         first, end = starts[r], starts[r + 1]
         if end - first > limits[r]:
@@ -348,6 +350,7 @@ def _examine(
             for other in range(first, node):
                 if parents[other] == parents[node] and token_ids[other] == token_ids[node]:
                     codes[r] = max(codes[r], _TWINS)
+    return bool(codes.any())
 
 
 def depths(drafts: DraftBatch) -> IndexArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from rhymerl.history.entries import Name
 from rhymerl.history.index import REACH, LiveIndex, SuffixIndex
 from rhymerl.history.records import HistoryDelta
 from rhymerl.history.sealed import SealedAnswers, SealedHistory
-from rhymerl.types import Completion, IndexArray, IntArray, MaybeInfinite, RolloutRequest
+from rhymerl.types import Completion, IndexArray, IntArray, MaybeInfinite, RolloutRequest, Split
 
 _POOL_MATCHES = 32  # more are never better
 _IDLE_GROUPS = 256  # prompts without running answers whose tokens are kept for siblings that may still come
@@ -142,13 +142,15 @@ class HistoryTreeDrafter(Drafter):
         self, requests: Sequence[RolloutRequest], contexts: Sequence[IntArray], budgets: Sequence[int]
     ) -> DraftBatch:
         self._num_asked += len(requests)
-        limits = np.asarray(budgets, np.int32)
-        trees = Trees.empty(len(requests), int(limits.max(initial=0)))
+        limits, trees = np.asarray(budgets, np.int32), Trees.empty(len(requests), max(budgets, default=0))
         members: dict[GroupKey, list[int]] = {}
         for line, request in enumerate(requests):
             key = self._key_of.get(request.id) or self._enter(request)
             members.setdefault(key, []).append(line)
-        askers = [self._asker(key, lines, requests, contexts) for key, lines in members.items()]
+        wait = bool(self.deterministic)
+        splits = dict.fromkeys(request.split for request in requests)
+        pools = {split: self._history.pool(split, wait=wait) for split in splits}
+        askers = [self._asker(key, lines, requests, contexts, pools) for key, lines in members.items()]
         if not self._is_launched:
             self._sort_in()
         self._is_launched = False
@@ -162,15 +164,17 @@ class HistoryTreeDrafter(Drafter):
         lines: Sequence[int],
         requests: Sequence[RolloutRequest],
         contexts: Sequence[IntArray],
+        pools: Mapping[Split, SuffixIndex | None],
     ) -> _Asker:
         """Take up what is new of a prompt and its running answers."""
         group, request = self._groups[key], requests[lines[0]]
         rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
         self._behind.append(group)
-        self._history.settle(_key(request), wait=bool(self.deterministic))
-        sealed = self._history.get(_key(request), None if request.segment else request.prompt.token_ids)
-        pool = self._history.pool(request.split, wait=bool(self.deterministic))
-        return _Asker(group.index, rows, sealed or _NO_HISTORY, pool or _NO_HISTORY.index, np.array(lines))
+        name = _key(request)
+        self._history.settle(name, wait=bool(self.deterministic))
+        sealed = self._history.get(name, None if request.segment else request.prompt.token_ids)
+        pool = pools[request.split] or _NO_HISTORY.index
+        return _Asker(group.index, rows, sealed or _NO_HISTORY, pool, np.array(lines))
 
     def catch_up(self) -> None:
         self._is_launched = True

@@ -28,16 +28,15 @@ class LiveGroup:
     def extend(self, ids: Sequence[str], contexts: Sequence[IntArray]) -> IndexArray:
         """Append what each context (prompt, response) has beyond its row, from `catch_up` on; return the rows."""
         self._take_up_ended()
-        length, running = len(self.prompt), self.running
+        prompt_length, lengths, running = len(self.prompt), self._lengths, self.running
         rows: list[int] = []
         new: list[IntArray] = []
         for name, context in zip(ids, contexts, strict=True):
             row = running.get(name)
             if row is None:
-                row = running[name] = self._row_of(name, context[length:])
-            known = length + self._lengths[row]
+                row = running[name] = self._row_of(name, context[prompt_length:])
             rows.append(row)
-            new.append(context[known:])
+            new.append(context[prompt_length + lengths[row] :])
         found = np.array(rows, np.int64)
         self._append(found, new)
         return found

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from rhymerl.engine.prefixes import PrefixTable
 from rhymerl.engine.rows import Rows
 from rhymerl.types import Completion, FinishReason, IndexArray, IntArray, Output, RolloutRequest
+
+
+class Fed(NamedTuple):
+    """What a pass feeds. F = rows."""
+
+    row: IndexArray  # [F]
+    chain: IndexArray  # [F] how many of its uncached tokens
+    emits: IndexArray  # which of the F are requests that feed their last token
+    num_tokens: int
 
 
 class KeptRows:
@@ -141,36 +151,37 @@ class Admission:
         idle = self.prefixes.idle_slots() + self.kept.num_slots
         return self._rows.pool.num_free + idle - self.prefixes.owed(self.running)
 
-    def feed(self) -> tuple[IndexArray, IndexArray]:
-        """Return the rows that feed, and how many of their uncached tokens, after making room for all of these."""
-        row, chain = self._fed()
-        while int(chain.sum()) > self._rows.pool.num_free:
+    def feed(self) -> Fed:
+        """Return what the next pass feeds, after making room for it."""
+        while (fed := self._fed()).num_tokens > self._rows.pool.num_free:
             self._make_room()
-            row, chain = self._fed()
-        return row, chain
+        return fed
 
-    def _fed(self) -> tuple[IndexArray, IndexArray]:
+    def _fed(self) -> Fed:
         """Prefixes come first, then the requests that they serve."""
         rows = self._rows
         running = np.array(self.running, np.int64)
         uncomputed = self.prefixes.uncomputed()
         if not uncomputed and (rows.length[running] - rows.cached[running] == 1).all():
-            return running, np.ones(len(running), np.int64)
+            return Fed(running, np.ones(len(running), np.int64), np.arange(len(running)), len(running))
         budget = max(self._max_pass_tokens - len(self.running), 1)
-        feeding, chains, unready = [], [], set()
+        feeding, chains, emits, unready = list[int](), list[int](), list[int](), set[int]()
         for row in [*uncomputed, *self.running]:
             owed = int(rows.length[row] - rows.cached[row])
             prefix = rows.prefix[row]
             if prefix is not None and prefix.row in unready:
                 continue
-            fed = owed if owed == 1 else min(owed, budget)
-            budget -= fed if owed > 1 else 0
-            if fed < owed:
+            count = owed if owed == 1 else min(owed, budget)
+            budget -= count if owed > 1 else 0
+            if count < owed:
                 unready.add(row)
-            if fed:
+            elif rows.is_request[row]:
+                emits.append(len(feeding))
+            if count:
                 feeding.append(row)
-                chains.append(fed)
-        return np.array(feeding, np.int64), np.array(chains, np.int64)
+                chains.append(count)
+        fed, chain, emitting = (np.array(each, np.int64) for each in (feeding, chains, emits))
+        return Fed(fed, chain, emitting, sum(chains))
 
     def _make_room(self) -> None:
         if self.prefixes.evict_idle() or self.kept.evict():

@@ -83,16 +83,16 @@ class Drafting:
         if is_due_plain(self._policy_version, self._pass_number):
             limits[:] = 0
         _fit(limits, row, rows.length, rows.limit, rows.context, self.protocol.max_nodes, max(spare, 0))
-        askers = np.flatnonzero(limits)
+        askers, num_rows, requests = np.flatnonzero(limits), len(row), self._requests
         self.num_asked = len(askers)
-        drafts = self._no_drafts(len(row))
-        if len(askers):
-            drafts = self._proposed(row[askers], askers, limits[askers]).scatter(askers, len(row))
-        return drafts
+        if not len(askers):
+            return self._no_drafts(num_rows)
+        if len(askers) < num_rows:
+            row, limits, requests = row[askers], limits[askers], [requests[asker] for asker in askers.tolist()]
+        return self._proposed(row, requests, limits).scatter(askers, num_rows)
 
-    def _proposed(self, row: IndexArray, askers: IndexArray, limits: IntArray) -> DraftBatch:
+    def _proposed(self, row: IndexArray, requests: Sequence[RolloutRequest], limits: IntArray) -> DraftBatch:
         protocol, rows, totals = self.protocol, self._rows, self._totals
-        requests = [self._requests[asker] for asker in askers.tolist()]
         drafts = protocol.propose(requests, rows.contexts_of(row), limits, rows.limit[row] - rows.length[row])
         totals.asks, totals.hits, totals.bad_drafts = protocol.num_asked, protocol.num_hits, protocol.num_malformed
         return drafts

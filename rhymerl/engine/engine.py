@@ -207,9 +207,8 @@ class Engine:
         """Admit requests, choose what each row feeds, and ask for drafts."""
         self.drafting.start(self.admission.admit())
         rows, free = self.rows, self.kv.pool
-        row, chain = self.admission.feed()
-        emits = np.flatnonzero(rows.is_request[row] & (rows.cached[row] + chain == rows.length[row]))
-        spare = min(free.num_free, self.max_pass_tokens) - int(chain.sum())
+        row, chain, emits, num_tokens = self.admission.feed()
+        spare = min(free.num_free, self.max_pass_tokens) - num_tokens
         drafts = self.drafting.ask(row[emits], spare=spare, num_waiting=self.admission.num_waiting)
         forward, in_place = self.forward, self.kv.is_readable_in_place
         tiles, window = forward.tile_tokens, forward.window
@@ -237,7 +236,7 @@ class Engine:
             noted = verified.indices[replays]
             rows.keep(target[replays], sampler.kept(noted), sampler.log_masses(noted))
         commit(layout, rows, verified, logprobs, self.policy_version)
-        self.kv.states.accept(verified.sampled_at[layout.logit_level > 0])
+        self.kv.states.accept(verified.sampled_at)
         if (reach := self.kv.reach) is not None:
             rows.free_unseen(layout.row, reach)
         return verified
@@ -273,7 +272,7 @@ class Engine:
             seconds=seconds,
             end_s=time.time(),
             num_emitted=len(verified.token),
-            is_tail=layout.is_decoding and rows < self._most_emitting / 4,
+            is_tail=rows < self._most_emitting / 4 and layout.is_decoding,
         )
         for observe in self.observers:
             observe(record)

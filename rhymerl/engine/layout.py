@@ -116,7 +116,8 @@ def lay_out_pass(
     is_tiled = tile_tokens is not None and (window is None or num_keys.max(initial=0) <= window)
     most = tile_tokens(int(width.max(initial=1))) if tile_tokens is not None and is_tiled else 0
     tiles = tile(rows, row, chain, width, emits, drafts, most=most) if most else None
-    buckets = tiles is None and not paged.all()
+    num_paged = int(np.count_nonzero(paged))
+    buckets = tiles is None and num_paged < len(row)
     return PassLayout(
         row=row,
         source=packed.source,
@@ -136,7 +137,7 @@ def lay_out_pass(
         logit_level=packed.logit_level,
         num_seen=num_seen,
         buckets=_buckets(rows, row, chain, width, emits, drafts, ~paged) if buckets else [],
-        paged=_paged(rows, slots, packed) if paged.any() else None,
+        paged=_paged(rows, slots, packed) if num_paged else None,
         tiles=tiles,
     )
 

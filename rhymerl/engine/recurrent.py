@@ -189,11 +189,13 @@ class RowStates:
         assert self._current is not None
         return self._current.run(self._paths_on(terms.key.device), terms)
 
-    def accept(self, kept: BoolArray) -> None:
-        """Those nodes of the pass [K] are part of their rows now."""
-        if self._paths is None or self._layout is None or not kept.any():
+    def accept(self, sampled_at: BoolArray) -> None:
+        """The nodes of the pass at whose logits [M] tokens were sampled are part of their rows now."""
+        if self._paths is None or self._layout is None:
             return
-        layout, node = self._layout, np.flatnonzero(kept)
+        layout, node = self._layout, np.flatnonzero(sampled_at[self._layout.logit_level > 0])
+        if not len(node):
+            return
         row = layout.emitting[layout.drafts.requests[node]]
         accepted = Accepted.of(row, layout.node_depth[node], node, self._paths.row.device)
         for conv in self._convs.values():

@@ -74,9 +74,9 @@ class HostSampler:
 
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         out = np.empty(len(indices))
-        scale, replays = self._rows.logprob_scale[row], self._rows.replays[row]
+        scale = self._rows.logprob_scale[row]
         chosen_logprobs(self._logits.numpy(), indices, scale, tokens, out)
-        for i in np.flatnonzero(replays).tolist():
+        for i in np.flatnonzero(self._rows.replays[row]).tolist() if self._left else ():
             left, of_all = self._left[int(indices[i])].double() * scale[i], out[i]
             out[i] = left[tokens[i]] - left[left > -math.inf].logsumexp(0)
             self._log_masses[int(indices[i])] = of_all - out[i]

@@ -6,6 +6,7 @@ only those at nodes that are reached, all rows side by side, one level at a time
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -37,21 +38,24 @@ def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
     """Emit at least one token a row, up to its limit or its first stop token."""
     row, drafts = layout.emitting, layout.drafts
     position = rows.length[row] - rows.prompt_length[row]
-    room, stop_ids = rows.limit[row] - rows.length[row], rows.stop_ids[row]
     sampled = np.full(len(layout.logit_row), -1, np.int32)
+    num_emitted, num_accepted = np.zeros((2, len(row)), np.int64)
     walk = _Walk(
         stands_at=np.full(len(row), _ROOT, np.int64),
-        num_emitted=np.zeros(len(row), np.int64),
-        num_accepted=np.zeros(len(row), np.int64),
+        num_emitted=num_emitted,
+        num_accepted=num_accepted,
         ended=np.zeros(len(row), np.bool_),
         sampled_at=np.zeros(len(sampled), np.bool_),
         accepted=np.zeros(len(drafts.parents), np.bool_),
     )
+    ends = _Ends(rows.stop_ids, rows.length, rows.limit)
     wanted = np.arange(len(sampled)) if sampler.draws_ahead else layout.logit_start
     while len(wanted):
         owner = layout.logit_row[wanted]
         sampled[wanted] = sampler.draw(wanted, row[owner], position[owner] + layout.logit_level[wanted])
-        _follow(sampled, drafts.token_ids, drafts.parents, drafts.starts, stop_ids, room, walk)
+        _follow(sampled, drafts.token_ids, drafts.parents, drafts.starts, row, ends, walk)
+        if sampler.draws_ahead:
+            break
         standing = np.flatnonzero(walk.stands_at != _DONE)
         wanted = layout.logit_start[standing] + 1 + walk.stands_at[standing]
     index = np.flatnonzero(walk.sampled_at)
@@ -65,6 +69,14 @@ def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
         sampled_at=walk.sampled_at,
         accepted=walk.accepted,
     )
+
+
+class _Ends(NamedTuple):
+    """What `Rows` has of all rows that ends an answer."""
+
+    stop_ids: npt.NDArray[np.int32]
+    length: IndexArray
+    limit: IndexArray
 
 
 class _Walk(NamedTuple):
@@ -84,13 +96,14 @@ def _follow(
     token_ids: IntArray,
     parents: IntArray,
     starts: IndexArray,
-    stop_ids: npt.NDArray[np.int32],
-    room: IndexArray,
+    row: IndexArray,
+    ends: _Ends,
     walk: _Walk,
 ) -> None:
     """Move every row on to the first node at which nothing has been sampled (sampled[M] < 0), or to its end."""
     for e in range(len(walk.stands_at)):
         first, end, here = starts[e], starts[e + 1], walk.stands_at[e]
+        room = ends.limit[row[e]] - ends.length[row[e]]
         while here != _DONE:
             index = first + e + 1 + here
             token = sampled[index]
@@ -98,7 +111,7 @@ def _follow(
                 break
             walk.sampled_at[index] = True
             walk.num_emitted[e] += 1
-            for stop in stop_ids[e]:
+            for stop in ends.stop_ids[row[e]]:
                 walk.ended[e] |= stop == token
             child = _DONE
             for node in range(first + here + 1, end):  # children come after their parent
@@ -107,7 +120,7 @@ def _follow(
                     walk.accepted[node] = True
                     walk.num_accepted[e] += 1
                     break
-            here = _DONE if walk.ended[e] or walk.num_emitted[e] >= room[e] else child
+            here = _DONE if walk.ended[e] or walk.num_emitted[e] >= room else child
         walk.stands_at[e] = here
 
 
@@ -119,7 +132,7 @@ def commit(layout: PassLayout, rows: Rows, verified: Verification, logprobs: Flo
     freed = np.empty(len(layout.node_index), np.int64)
     drafts = layout.drafts
     num_freed = _commit(
-        _Written(*(getattr(rows, name) for name in _Written._fields)),
+        _Written(*_written(rows)),
         *(layout.row, layout.chain, layout.emitting),
         verified,
         logprobs,
@@ -144,6 +157,9 @@ class _Written(NamedTuple):
     passes: IndexArray
     drafted: IndexArray
     accepted: IndexArray
+
+
+_written = attrgetter(*_Written._fields)
 
 
 @compiled

@@ -152,9 +152,10 @@ class SealedHistory:
         Of a later part of an episode, which has other tokens, the `prompt` is None.
         """
         sealed = self._sealed.get(name)
-        if isinstance(sealed, SealedAnswers) and (prompt is None or np.array_equal(sealed.prompt_token_ids, prompt)):
-            return sealed
-        return None
+        if not isinstance(sealed, SealedAnswers):
+            return None
+        known = sealed.prompt_token_ids
+        return sealed if prompt is None or prompt is known or np.array_equal(known, prompt) else None
 
     @property
     def bytes(self) -> int:
