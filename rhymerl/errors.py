@@ -25,11 +25,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 _EXTRAS = {  # of the package, by what they bring
-    **{name: name for name in ("gguf", "ray", "sglang", "wandb")},
+    **{name: name for name in ("gguf", "openenv", "ray", "sglang", "verifiers", "wandb")},
     "accelerate": "gguf",
     "datasets": "data",
+    "math_verify": "math",
+    "matplotlib": "plot",
     "peft": "lora",
     "pyarrow": "data",
+    "reasoning_gym": "reasoning",
 }
 
 
@@ -128,4 +131,4 @@ def require_package(name: str, where: str) -> None:
 
 def missing_package(name: str, where: str) -> ConfigError:
     """Return the error for a package that is not installed: `backend=ray needs ray: pip install ...`."""
-    return ConfigError(f"{where} needs {name}: pip install 'rhymerl[{_EXTRAS[name]}]'")
+    return ConfigError(f"{where} needs {name.replace('_', '-')}: pip install 'rhymerl[{_EXTRAS[name]}]'")

@@ -1,13 +1,16 @@
-"""The ranges that a dataclass's fields say."""
+"""The ranges that a dataclass's fields say, and how a missing package is told."""
 
 from __future__ import annotations
 
 import math
+import re
+import tomllib
 from dataclasses import dataclass
 
 import pytest
 
-from rhymerl.errors import at_least, check_ranges
+from rhymerl.errors import _EXTRAS, at_least, check_ranges, missing_package, require_package
+from tests.documents import ROOT
 
 
 @dataclass(kw_only=True)
@@ -42,3 +45,17 @@ def test_none_is_accepted_where_the_type_has_it_whatever_the_default() -> None:
 def test_the_first_value_out_of_its_range_is_refused(settings: Ranged, words: str) -> None:
     with pytest.raises(ValueError, match=f"^{words}$"):
         check_ranges(settings)
+
+
+def test_a_missing_package_names_its_extra() -> None:
+    require_package("numpy", "this")
+    assert str(missing_package("math_verify", "a reward")) == "a reward needs math-verify: pip install 'rhymerl[math]'"
+
+
+def test_extras_are_those_of_the_package_and_their_hint_is_written_once() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in _EXTRAS.items():
+        assert any(each.startswith(package.replace("_", "-")) for each in extras[extra])
+    assert set(_EXTRAS.values()) == extras.keys() - {"dev"}
+    hint = re.compile(r"pip install 'rhymerl\[(?!NAME)")
+    assert [path.name for path in (ROOT / "rhymerl").rglob("*.py") if hint.search(path.read_text())] == ["errors.py"]

@@ -106,10 +106,10 @@ def simulated(scheduler: str, run_ahead: str) -> str:
 # -- the pages ---------------------------------------------------------------------------------------------------------
 
 
-CPU = "on two CPU cores"
+RUNS = "quickstart, SmolLM2-135M adding two numbers, adding eleven; two CPU cores"
 TABLE = [
-    [f"{of_pairs('had')} {CPU}", emulated_rollouts(), ""],
-    [f"{of_pairs('step')} {CPU}", emulated_steps("fifo", "off", "colocated"), ""],
+    [f"{of_pairs('had')}: {RUNS}", emulated_rollouts(), ""],
+    [f"{of_pairs('step')} of these", emulated_steps("fifo", "off", "colocated"), ""],
     [f"{by_running_requests()} at 1 / 8 / 32 / 128", "", ""],
     [f"{in_the_embedded_engine()} at 8 / 32", "", ""],
     [

@@ -20,8 +20,8 @@ class GRPO(PolicyGradient):
     after it, as in REINFORCE++ (arXiv 2501.03262).
     """
 
-    baseline: Baseline = "group"
-    scale: Scale = "group"
+    baseline: Baseline = "group"  # what a reward is compared with: the mean of its group, of the others in it, or 0
+    scale: Scale = "group"  # the standard deviation to divide by: of the group, or of the step's rewards
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,21 +38,21 @@ class PolicyGradient(Algorithm):
     """
 
     loss_mean: Literal["token", "sequence", "constant"] = "token"  # over tokens, or each answer's mean, or sum / limit
-    ratio_level: Level = "token"
-    surrogate: Literal["clip", "cispo"] = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    ratio_level: Level = "token"  # each token has its own policy ratio, or an answer has one (GSPO)
+    surrogate: Literal["clip", "cispo"] = "clip"  # PPO's clipped ratio, or CISPO's clipped weight
+    clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
+    clip_high: float = 0.2  # the ratio is clipped above 1 + clip_high
     dual_clip: float | None = None  # the most that the ratio counts where the advantage is negative
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # of the entropy bonus
     kl_coef: float = 0.0  # of the divergence from the policy that the run started from
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Estimator = "k3"
+    kl_estimator: Estimator = "k3"  # r = reference / policy; k1: -log r, k2: (log r)^2 / 2, k3: r - 1 - log r
     kl_unbiased: bool = True  # in the loss: weighted with the ratio, so that its expected gradient is the divergence's
     kl_target: float | None = None  # nats an answer; in the reward: the coefficient adapts to it
     correction: Literal["none", "truncated", "masked"] = "truncated"  # of the policies that sampled the tokens
-    correction_level: Level = "token"
-    correction_floor: float | None = None
-    correction_cap: float | None = 2.0
+    correction_level: Level = "token"  # each token has its own weight, or an answer has their product
+    correction_floor: float | None = None  # the least weight; None: no bound
+    correction_cap: float | None = 2.0  # the largest weight; None: no bound
     mask_truncated: bool = False  # tokens of answers that were cut off leave the loss
     overlong_fraction: float = 0.0  # the last part of the limit over which the reward falls
     overlong_weight: float = 1.0  # by how much

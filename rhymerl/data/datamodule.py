@@ -72,13 +72,13 @@ class PromptDataModule(L.LightningDataModule):
     validation: DataSource | Mapping[str, DataSource | None] | None = None
     _: KW_ONLY
     task: Task | None = None
-    prompts_per_step: int = at_least(1, 32)
+    prompts_per_step: int = at_least(1, 32)  # of a rollout; each is answered rollout.group_size times
     validation_prompts: int | None = at_least(1, None)
-    shuffle: bool = True
-    seed: int = 0
-    prompt_column: str = PROMPT_COLUMN
+    shuffle: bool = True  # prompts of an epoch in random order
+    seed: int = 0  # of that order
+    prompt_column: str = PROMPT_COLUMN  # text, or a list of chat messages
     system_prompt: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None  # such as enable_thinking
     max_prompt_tokens: int | None = at_least(1, None)
     filter_overlong_prompts: bool = False
 

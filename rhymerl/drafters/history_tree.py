@@ -51,10 +51,10 @@ class HistoryTreeDrafter(Drafter):
     max_match: int = REACH
     max_matches: int = at_least(1, 64)
     max_branches: int | None = at_least(1, None)
-    priority: Literal["probability", "reward"] = "probability"
-    length_weight: MaybeInfinite = 5.0
-    recency: float = 0.8
-    advantage_tilt: float = 0.0
+    priority: Literal["probability", "reward"] = "probability"  # which nodes a budget takes first
+    length_weight: MaybeInfinite = 5.0  # by how much a token more that is shared with the context counts
+    recency: float = 0.8  # by how much an answer of each earlier epoch counts less
+    advantage_tilt: float = 0.0  # how much more better answers count; 0: all alike
     escape: float = 0.3
     deterministic: bool | None = None
 

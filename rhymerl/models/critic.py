@@ -32,7 +32,7 @@ class CriticSettings:
 
     shared: bool = False
     path: str | None = None
-    learning_rate: float = at_least(0, 1e-5)
+    learning_rate: float = at_least(0, 1e-5)  # of the critic's own weights
     head_std: float = at_least(0, 0.0)
     warmup_steps: int = at_least(0, 0)
 

@@ -224,8 +224,8 @@ class PolicySource:
     _: KW_ONLY
     init: Mapping[str, Any] | None = None
     characters: str = "0123456789+=;#? \n"
-    seed: int = 0
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    seed: int = 0  # of new weights: those of `init`, or an adapter's
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of the weights in memory
     adapter: LoRA | None = None
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ def key_figures(runs: Sequence[Run]) -> list[Figure]:
         ("wall_s", "Training time", "without evaluations", _time),
         ("num_tokens", "Tokens", "of all answers", _number("num_tokens")),
         ("rollout_tokens_per_s", "Rollout speed", "tokens a second", _number("rollout_tokens_per_s")),
-        ("spec_accept_length", "Tokens a pass", "1 without drafts", _number("spec_accept_length")),
+        ("spec_accept_length", "Acceptance length", "tokens a pass; 1 without drafts", _number("spec_accept_length")),
         ("rollout_speedup", "Speed-up by drafts", "of rollouts; 1 is as fast as without", _speedup),
         ("reward_failure_rate", "Failed reward calls", "share", _failures),
     ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, require_package
 from rhymerl.folders import writing
 from rhymerl.report.base import Run
 from rhymerl.report.charts import Chart, Series, sections_of
@@ -18,10 +18,7 @@ _SHOWN_STEPS = 5  # of a timeline
 
 def check_matplotlib(setting: str = "pictures") -> None:
     """Raise ConfigError where pictures cannot be made."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{setting}: charts need matplotlib; pip install 'rhymerl[plot]'") from error
+    require_package("matplotlib", f"{setting}: drawing charts")
 
 
 def check_picture(setting: str, path: Path) -> None:

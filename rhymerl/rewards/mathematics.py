@@ -9,7 +9,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import missing_package
 from rhymerl.rewards.arguments import answer_text
 from rhymerl.rewards.functions import boxed_answer
 from rhymerl.rewards.hooks import brings
@@ -39,8 +39,8 @@ def check_math(reward: Reward) -> None:
     """Raises ConfigError when the package is missing."""
     try:
         importlib.import_module("math_verify")
-    except ImportError as error:
-        raise ConfigError(f"{reward.setting}: this needs math-verify: pip install 'rhymerl[math]'") from error
+    except ImportError as error:  # also without the version of antlr4 that the extra brings
+        raise missing_package("math_verify", reward.setting) from error
 
 
 def math_answer(text: str) -> str | None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rhymerl.errors import ConfigError
+from rhymerl.errors import require_package
 from rhymerl.rewards.arguments import check_argument
 from rhymerl.rewards.hooks import brings
 from rhymerl.rewards.walls import check_sandbox
@@ -25,8 +25,7 @@ _VERIFIER = "sandbox.verifier"  # as the warm process knows it
 
 def check_verifiers(reward: Reward) -> None:
     """Raises ConfigError when the package is missing, and where there is no sandbox for it."""
-    if find_spec("reasoning_gym") is None:
-        raise ConfigError(f"{reward.setting}: this needs reasoning-gym: pip install 'rhymerl[reasoning]'")
+    require_package("reasoning_gym", reward.setting)
     check_argument(reward, "unsafe_unconfined", lambda value: isinstance(value, bool), "true or false")
     if not reward.arguments.get("unsafe_unconfined", False):
         check_sandbox(reward, time_limit_s=8.0, min_memory_mb=_MIN_MEMORY_MB)

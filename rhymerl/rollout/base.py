@@ -32,14 +32,14 @@ class RolloutSettings:
     said, wherever that does not begin with the tokens that stand there.
     """
 
-    group_size: int = at_least(1, 8)
+    group_size: int = at_least(1, 8)  # answers to a prompt
     max_tokens: int = 256
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = 1.0  # of sampling; 0 takes the most probable token
+    top_k: int = 0  # sample from so many most probable tokens; 0: all
+    top_p: float = 1.0  # sample from the fewest most probable tokens that have this probability together
+    min_p: float = 0.0  # sample from tokens that have at least this share of the largest probability
     sampling_replay: bool | None = None
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()  # end an answer, beside the policy's own
     skip_special_tokens: bool = True
     dynamic_sampling: int = at_least(0, 0)
     max_turns: int = at_least(1, 8)

@@ -69,7 +69,7 @@ def _what(module: RhymeModule, datamodule: PromptDataModule, trainer: Any) -> di
 def _model(module: RhymeModule) -> str:
     sizes = [(each.numel(), each.requires_grad) for each in module.model.parameters()]
     total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    share = "all of them trained" if trained == total else f"{trained:,} of them trained"
+    share = "all trained" if trained == total else f"{trained:,} trained"
     return f"{type(module.model).__name__}, {total:,} parameters, {share}"
 
 

@@ -18,6 +18,8 @@ _PACKAGES = {  # that a class needs, by how its path begins
     "rhymerl.backends.sglang.": ("backend=sglang", "sglang"),
     "rhymerl.workers.remote.ray.": ("backend=ray", "ray"),
     "rhymerl.models.lora.": ("adapter", "peft"),
+    "rhymerl.tasks.reasoning_gym.": ("task=reasoning_gym", "reasoning_gym"),
+    "rhymerl.environments.adapters.Verifiers": ("environment=verifiers", "verifiers"),
     "lightning.pytorch.loggers.WandbLogger": ("logger=lightning.pytorch.loggers.WandbLogger", "wandb"),
 }
 

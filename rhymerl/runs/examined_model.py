@@ -64,7 +64,7 @@ def outline_of(section: Any, *, use: str) -> PreTrainedModel:
 
 def lines_of(model: ExaminedModel) -> list[tuple[str, str]]:
     """Return what people read, as (name, words)."""
-    trained = f", {model.num_trained:,} of them trained" if model.num_trained < model.num_parameters else ""
+    trained = f", {model.num_trained:,} trained" if model.num_trained < model.num_parameters else ""
     layers = ", ".join(f"{number} {kind}" for kind, number in model.layers.items())
     shared = "the update computes a prompt once for all of its answers, if the proof at the start of a run agrees"
     if model.shares_no_prompts:

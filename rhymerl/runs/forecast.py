@@ -30,10 +30,10 @@ class Forecast:
     tokens_per_pass: float  # with drafts of 8 nodes from the other half
 
     def __str__(self) -> str:
-        repeated, made = f"{self.similarity:.0%}", f"{self.tokens_per_pass:.1f} tokens a pass"
+        found = f"Answers to a prompt repeat {self.similarity:.0%} of each other"
         if self.tokens_per_pass >= _LITTLE:
-            return f"Answers to a prompt repeat {repeated} of each other: drafts should make {made}"
-        return f"Answers to a prompt repeat {repeated} of each other: drafts will hardly pay yet"
+            return f"{found}: drafts should reach an acceptance length of {self.tokens_per_pass:.1f}"
+        return f"{found}: drafts will hardly pay yet"
 
 
 def forecast(records: Iterable[TraceRecord]) -> Forecast | None:

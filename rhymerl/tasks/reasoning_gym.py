@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
+from rhymerl.errors import require_package
 from rhymerl.tasks.base import Row, Task, TaskSplit, split_of
 
 _CHUNK = 500  # problems made from one seed: some data sets are costly to set up, and none has fewer
@@ -27,7 +28,7 @@ class ReasoningGym(Task):
 
     Problems split by their question alone, so a question of one split can never turn up in another: four tenths are for
     training, as many for validation, the rest for the warm start, whose demonstration is the bare answer, in its tags.
-    Raises ValueError for an unknown data set or settings that it refuses, and when the package is missing.
+    Raises ValueError for an unknown data set or settings that it refuses, and ConfigError without the package.
     """
 
     reward = "rhymerl.rewards.reasoning_gym_reward"
@@ -111,11 +112,9 @@ def _make_data_set(name: str, settings: Mapping[str, Any], *, seed: int, size: i
 
 
 def _package(module: str) -> Any:
-    try:
-        importlib.import_module("reasoning_gym")  # fills the registry
-        return importlib.import_module(f"reasoning_gym.{module}")
-    except ImportError as error:
-        raise ValueError("this needs reasoning-gym: pip install 'rhymerl[reasoning]'") from error
+    require_package("reasoning_gym", "task=reasoning_gym")
+    importlib.import_module("reasoning_gym")  # fills the registry
+    return importlib.import_module(f"reasoning_gym.{module}")
 
 
 def _pack(value: Any) -> Any:

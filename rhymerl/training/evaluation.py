@@ -36,7 +36,7 @@ class EvaluationSettings:
 
     samples: int = 1
     temperature: float = 1.0
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: as in training
     every_n_steps: int = at_least(0, 0)
     sets: Mapping[str, Mapping[str, float | int | None]] | None = None
     right_by: str | None = None

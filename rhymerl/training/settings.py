@@ -49,8 +49,8 @@ class UpdateSettings:
     lr_schedule: Schedule = "constant"
     warmup_steps: int = at_least(0, 0)
     min_lr_ratio: float = at_least(0, 0.0)
-    weight_decay: float = at_least(0, 0.0)
-    betas: Sequence[float] = (0.9, 0.999)
+    weight_decay: float = at_least(0, 0.0)  # of AdamW
+    betas: Sequence[float] = (0.9, 0.999)  # of AdamW
     max_grad_norm: float = at_least(0, 1.0)
     epochs: int = at_least(1, 1)
     mini_batches: int = at_least(1, 1)

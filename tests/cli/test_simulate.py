@@ -109,7 +109,7 @@ def test_a_chart(tmp_path, capsys):
 def test_a_chart_without_matplotlib_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run([*TINY, "gantt=steps.png"], capsys)
-    assert (code, err) == (2, "error: gantt: charts need matplotlib; pip install 'rhymerl[plot]'\n")
+    assert (code, err) == (2, "error: gantt: drawing charts needs matplotlib: pip install 'rhymerl[plot]'\n")
 
 
 @pytest.mark.parametrize(

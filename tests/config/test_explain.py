@@ -6,21 +6,32 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from rhymerl.cli import main
 from rhymerl.cli.kinds import kind_of
 from rhymerl.config import compose, packaged_names, resolved
-from rhymerl.config.explain import Explanation, comments_of, explain
+from rhymerl.config.explain import Explanation, _said_of, comments_of, explain
 from rhymerl.config.files import about, groups, locate, packaged_directory
 from rhymerl.config.other_names import OTHER_NAMES, TRL, VERL
+from rhymerl.config.schema import classes
 from rhymerl.config.tree import ABSENT, find
 from rhymerl.drafters import HistoryTreeDrafter
 from rhymerl.errors import ConfigError
 from tests.documents import ROOT, table_after
 
 COMING_FROM = ROOT / "docs" / "coming_from.md"
+
+
+class Wordless(HistoryTreeDrafter):
+    """A drafter."""
+
+    def __init__(self, *, size: int = 1) -> None:
+        super().__init__()
+        self.size = size
 
 
 def explained(key: str, config: str = "base", *overrides: str) -> Explanation:
@@ -36,7 +47,8 @@ def test_an_argument_has_its_constructors_type_default_and_docstring() -> None:
         "The most probable nodes are taken first, at most `max_branches` below one (1 = a chain), "
         "chosen by probability or by the summed `reward` of the answers below."
     )
-    assert explained("drafter.recency").about == inspect.getdoc(HistoryTreeDrafter)  # whose sentences do not name it
+    words = explained("drafter.size", "base", f"drafter={__name__}.Wordless").about
+    assert words == inspect.getdoc(Wordless)  # whose sentences do not name it
 
 
 def test_a_field_has_the_comment_beside_it_also_that_of_a_class_it_comes_from() -> None:
@@ -151,6 +163,16 @@ def test_every_setting_of_a_run_can_be_explained() -> None:
         pending += [f"{key}.{name}" for name in found.settings if f"{key}.{name}".count(".") == 1]
         assert found.type or found.settings or found.about or "." in found.key, key
     assert "rollout.min_p" in pending
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    """But those of Lightning, and the module's, which are links to others."""
+    config: Any = OmegaConf.to_container(compose("base"))
+    owners = [owner for owner in classes(config) if owner.key != "module" and not owner.key.startswith("trainer")]
+    said = comments_of(locate("base"))
+    keys = [(owner, name, f"{owner.key}.{name}") for owner in owners for name in owner.signature.parameters]
+    assert [key for owner, name, key in keys if key not in said and not _said_of(owner.target, name)] == []
+    assert len(keys) > 80
 
 
 def test_the_command_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

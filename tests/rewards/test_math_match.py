@@ -95,5 +95,5 @@ def test_math_match_in_a_thread_and_as_votes() -> None:
 
 @pytest.mark.skipif(HAS_MATH, reason="math-verify is installed")
 def test_math_match_says_what_to_install() -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.math_match\..*pip install 'rhymerl\[math\]'"):
+    with pytest.raises(ConfigError, match=r"rewards\.math_match.* needs math-verify: pip install 'rhymerl\[math\]'"):
         check_reward(Reward("rhymerl.rewards.math_match"), ["answer"])

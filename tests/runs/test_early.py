@@ -61,6 +61,8 @@ def missing(name: str) -> pytest.MarkDecorator:
         pytest.param(["data.train=owner/name"], "reading it needs datasets: pip install 'rhymerl[data]'", marks=missing("datasets")),
         pytest.param(["backend=sglang"], "backend=sglang needs sglang: pip install 'rhymerl[sglang]'", marks=missing("sglang")),
         pytest.param(["logger=wandb"], "needs wandb: pip install 'rhymerl[wandb]'", marks=missing("wandb")),
+        pytest.param(["task=reasoning_gym"], "task=reasoning_gym needs reasoning-gym: pip install 'rhymerl[reasoning]'", marks=missing("reasoning_gym")),
+        pytest.param(["environment=verifiers"], "environment=verifiers needs verifiers: pip install 'rhymerl[verifiers]'", marks=missing("verifiers")),
     ],
 )  # fmt: skip
 def test_says_what_is_wrong(words: Sequence[str], message: str, rows: Path) -> None:

@@ -37,7 +37,7 @@ def test_equal_answers_are_expected_to_be_drafted_whole():
     found = forecast(records(lambda prompt, sample: range(100 * prompt + 100, 100 * prompt + 127)))
     assert found.tokens_per_pass == pytest.approx(9.0)
     assert found.similarity == pytest.approx(24 / 27)  # the first 3 never match
-    assert str(found) == "Answers to a prompt repeat 89% of each other: drafts should make 9.0 tokens a pass"
+    assert str(found) == "Answers to a prompt repeat 89% of each other: drafts should reach an acceptance length of 9.0"
 
 
 def test_answers_without_anything_in_common_are_expected_to_be_drafted_hardly_at_all():

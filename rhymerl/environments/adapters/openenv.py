@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rhymerl.environments.base import Environment, Reply, Turn
+from rhymerl.errors import require_package
 from rhymerl.tasks.base import Row, Task, TaskSplit
 
 _OF_STEP = ("done", "reward", "metadata")  # fields that every observation may have beside its own
 
 
 def _client(url: str) -> Any:
-    """Raises ValueError without the package, or where nothing is at the address."""
-    try:
-        from openenv.core import GenericEnvClient
-    except ImportError as error:
-        raise ValueError("url: this needs openenv: pip install 'rhymerl[openenv]'") from error
+    """Raises ConfigError without the package."""
+    require_package("openenv", "environment=openenv")
+    from openenv.core import GenericEnvClient
+
     return GenericEnvClient(base_url=url)
 
 

@@ -13,7 +13,7 @@ from rhymerl.environments.adapters.endpoint import ChatEndpoint, ChatRequest, Me
 from rhymerl.environments.base import Environment, Reply, Turn
 from rhymerl.environments.calls import CallFormat
 from rhymerl.environments.tools import call_format
-from rhymerl.errors import ConfigError
+from rhymerl.errors import ConfigError, require_package
 from rhymerl.tasks.base import Row, Task, TaskSplit, split_of
 
 _AGENT = {
@@ -24,10 +24,9 @@ _AT_ONCE = 16  # episodes that are begun to see their prompts
 
 
 def _package() -> Any:
-    try:
-        import verifiers.v1
-    except ImportError as error:
-        raise ValueError("taskset: this needs verifiers: pip install 'rhymerl[verifiers]'") from error
+    require_package("verifiers", "environment=verifiers")
+    import verifiers.v1
+
     return verifiers.v1
 
 

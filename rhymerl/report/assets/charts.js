@@ -45,11 +45,11 @@
     }
   };
 
-  // In the page's own type, which wraps; one series needs no key.
+  // In the page's own type, which wraps; one series needs no key, but an area of one colour does.
   const drawKeys = (plot, series) => {
     const caption = plot.previousElementSibling;
     caption.querySelector(".keys")?.remove();
-    if (series.length < 2) return;
+    if (series.length < 2 && series[0]?.kind !== "area") return;
     const keys = rhymerl.element("p", "keys");
     const hasOneRun = series.filter((each) => each.kind === "dots").length < 2; // of several, the lines say which is which
     for (const each of series.filter((each) => hasOneRun || each.kind !== "dots")) {

@@ -30,7 +30,7 @@ def draft_charts(runs: Sequence[Run]) -> list[Chart]:
         line_chart(
             runs,
             "rollout/spec_accept_length",
-            title="Tokens a pass",
+            title="Acceptance length",
             caption="Tokens that a request got in a forward pass; 1 without drafts.",
             y_title="tokens",
             reference=1,
