@@ -132,6 +132,7 @@ class RunFolder:
         """
         self._unmakes.enter_context(unmade_if_empty(self.path))
         open_folder(self.path)
+        self._unmakes.callback(self._remove_curves_of_nothing)
         self._lock = self._lock or _Lock(self.path)
         if starts_over:
             shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
@@ -142,6 +143,11 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
         self._unmakes.close()
+
+    def _remove_curves_of_nothing(self) -> None:
+        """Remove what the logger has begun of a run that was refused before its first step."""
+        if [each.name for each in self.path.iterdir()] == ["tensorboard"]:
+            shutil.rmtree(self.path / "tensorboard")
 
 
 class _Lock:
