@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rhymerl.drafts import Draft, DraftBatch, no_drafts
 from rhymerl.errors import ConfigError
 from rhymerl.models.attention import narrowed
+from rhymerl.models.logits import num_tokens
 from rhymerl.models.policy import context_tokens, evaluating, named, refusing
 from rhymerl.models.precision import computing_in
 from rhymerl.models.proof import other_attention
@@ -82,14 +83,14 @@ def _difference(model: PreTrainedModel, dtype: torch.dtype) -> tuple[float, floa
 
 
 def _logits_alone(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.ndarray]) -> Tensor:
-    """Return [nodes, vocabulary] after each node, from a pass of the model's own for each of `paths`."""
+    """Return [nodes, num_tokens] after each node, from a pass of the model's own for each of `paths`."""
     inputs = [torch.from_numpy(np.append(prompt, path))[None].to(model.device) for path in paths]
     with evaluating(model), torch.no_grad():
-        return torch.cat([model(input_ids=each).logits[0, len(prompt) :] for each in inputs])
+        return torch.cat([model(input_ids=each).logits[0, len(prompt) :, : num_tokens(model)] for each in inputs])
 
 
 def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, paths: list[np.ndarray]) -> Tensor:
-    """Return [nodes, vocabulary] after each node, all `paths` hanging below `prompt`, which another pass has stored."""
+    """Return [nodes, num_tokens] after each node, all `paths` hanging below `prompt`, which another pass has stored."""
     from rhymerl.engine.forward import Forward
     from rhymerl.engine.kv_store import KVStore
     from rhymerl.engine.layout import lay_out_pass

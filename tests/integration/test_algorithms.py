@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
+from rhymerl.testing import tiny_policy
 from tests.integration.conftest import checkpoint
 
 SWITCHES = [
@@ -27,6 +30,19 @@ def test_three_steps(words, settings, tmp_path, rhymerl):
     assert result["steps"] == 3
     assert math.isfinite(result["reward_last"])
     assert checkpoint(tmp_path / "run")["rhymerl"]["num_rollouts"] == 3
+
+
+def test_a_model_with_more_rows_than_its_tokenizer_has_tokens(settings, tmp_path, rhymerl):
+    """As Qwen's have, for the sake of matrices whose sizes are powers of two."""
+    made = tiny_policy(dtype="float32", context=128, peaked=2.0, vocab_size=64)
+    replace(made, tokenizer=tiny_policy().tokenizer).save(tmp_path / "model")
+    more = [f"model.path={tmp_path / 'model'}", "trainer.max_steps=4", "record_rollouts=true"]
+    done = rhymerl(*settings, *more, f"run_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    with gzip.open(tmp_path / "run" / "rollouts.jsonl.gz", "rt") as recorded:
+        tokens = {token for line in recorded for token in json.loads(line)["response_tokens"]}
+    assert len(tokens) > 5
+    assert max(tokens) < len(AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from rhymerl.budgets import FixedBudget
 from rhymerl.engine.engine import Engine
+from rhymerl.engine.support import prove_engine
 from rhymerl.models.logits import num_tokens
 from rhymerl.models.logprobs import policy_output, token_batch, token_logprobs
 from rhymerl.models.policy import Policy
@@ -66,6 +67,7 @@ def expected_logprobs(policy: Policy, completion: Completion, temperature: float
 def test_only_tokens_of_the_tokenizer_are_sampled_and_share_the_probability(model, sampling):
     policy = padded(**model)
     prove_update(policy.model)
+    prove_engine(policy.model)
     assert num_tokens(policy.model) == TOKENS
     completions = answers(policy, **sampling)
     assert sum(len(each.output) for each in completions) > 60
