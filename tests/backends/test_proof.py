@@ -26,7 +26,7 @@ class Engine:
         self.random = torch.Generator().manual_seed(0)
         self.answers: list[list[int]] = []
 
-    def post(self, path, content):
+    def post(self, path, content, *, timeout_s):
         params, tokens = content["sampling_params"], list(content["input_ids"])
         asked = from_custom_params(params["custom_params"], content["rid"], tokens, SimpleNamespace())
         seed = {"ours": asked.seed, "one": 1, "own": len(self.answers)}[self.rule]
@@ -67,5 +67,5 @@ def test_a_rule_of_the_engine_s_own_is_seen(policy, dtype, rule, rounding):
 @pytest.mark.parametrize("answer", [[], [5], [VOCABULARY_BEYOND] * 32, [-1] * 32])
 def test_answers_that_nobody_can_have_drawn(policy, answer):
     answers = iter([answer, [2] * 32, [3] * 32])
-    engine = SimpleNamespace(url="nowhere", post=lambda path, content: {"output_ids": next(answers)})
+    engine = SimpleNamespace(url="nowhere", post=lambda path, content, *, timeout_s: {"output_ids": next(answers)})
     assert not draws_by_seed(engine, policy, "float32")
