@@ -146,8 +146,9 @@ class RunFolder:
 
     def _remove_curves_of_nothing(self) -> None:
         """Remove what the logger has begun of a run that was refused before its first step."""
-        if [each.name for each in self.path.iterdir()] == ["tensorboard"]:
-            shutil.rmtree(self.path / "tensorboard")
+        with suppress(OSError):  # somebody has moved it
+            if [each.name for each in self.path.iterdir()] == ["tensorboard"]:
+                shutil.rmtree(self.path / "tensorboard")
 
 
 class _Lock:

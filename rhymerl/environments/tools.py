@@ -130,7 +130,7 @@ class Tools(Environment):
         return _Session(self, row) if self.owners else None
 
     def reply(self, row: Mapping[str, Any], turns: Sequence[Turn]) -> Reply | None:
-        """Without a session, one is made for this reply alone, and asked about the turns before."""
+        """Reply without a session: one is made for this reply, and tools with state run the turns before again."""
         session = _Session(self, row)
         first = 1 if self.owners else len(turns)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -47,10 +48,11 @@ def prove_update(model: PreTrainedModel) -> None:
 
 def _check_windows(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
+    if set(getattr(config, "layer_types", None) or ()) == {"full_attention"}:
+        return  # Qwen2-MoE without windows says sliding_window=0
     for name in ("sliding_window", "attention_chunk_size"):
         value = getattr(config, name, None)
-        has_windows = getattr(config, "layer_types", None) is None or set(config.layer_types) != {"full_attention"}
-        if value is not None and value < 1 and has_windows:  # Qwen2-MoE without windows says 0
+        if value is not None and value < 1:
             raise ConfigError(
                 f"{named(model)}: {name}={value} in its config.json; expected at least 1, or null for none"
             )
@@ -119,7 +121,7 @@ def _shared_otherwise(body: PreTrainedModel, model: PreTrainedModel | None, dtyp
     placed = place_runs([prompts[number] for number, _ in answers], tokens, body.device)
     try:
         with refusing("it cannot be run like that"), evaluating(body), torch.no_grad(), computing_in(dtype, body):
-            run: Any = partial(call, model) if model is not None and model is not body else lambda function: function()
+            run = operator.call if model is None or model is body else partial(call, model)
             with sharing([body]):
                 shared = run(lambda: packed_states(body, placed.layout)[0])
             for (number, _), answer, path in zip(answers, tokens, placed.paths, strict=True):
