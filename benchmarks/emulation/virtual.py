@@ -105,7 +105,7 @@ class VirtualHost(WorkerHost):
             self.settle()
             while self.is_running and (left := self._left_s - (device.now() - began)) > 0:
                 started, step = device.now(), min(self._num_running)
-                self.decode(timeout_s=left)
+                self._collect(timeout_s=left)  # whose clock is the device's; `decode` goes by the real one
                 self._add_span(step, at_s - began + started, at_s - began + device.now())
                 self.settle()
             if device.now() - self._reported_s > _REPORT_S:

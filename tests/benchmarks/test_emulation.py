@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.emulation import device as emulation
+from benchmarks.emulation import virtual
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import NoDrafter
@@ -18,6 +20,8 @@ from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.rows import Rows
 from rhymerl.testing import make_requests, tiny_policy
+from rhymerl.workers.messages import Submit, Weights
+from rhymerl.workers.versions import Versions
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,3 +134,22 @@ def test_the_devices_of_benchmarks_can_be_read(path):
     device = emulation.EmulatedDevice.read(path, scale=1.0)
     assert 0.001 < device.curve.costs[0] < 0.1
     assert json.loads(path.read_text())["source"]
+
+
+def test_a_worker_does_not_run_ahead_of_its_clock(costs):
+    workers = virtual.VirtualWorkers(emulate=str(costs), max_running=4)
+    policy = tiny_policy()
+    workers.start(policy, NoDrafter())
+    with closing(workers):
+        connection = workers.connect(0, lockstep=True)
+        connection.post(Weights(version=0, source=workers.publish(policy.model.named_parameters())))
+        requests = make_requests(4, max_tokens=12, stop_token_ids=())
+        connection.post(Submit(requests=requests, priority=0, versions=Versions(oldest=0, final=0)))
+        num_ticks, finished = 50, []
+        for exchange in range(1, 100):
+            finished += connection.step(num_ticks).result().finished
+            if len(finished) == len(requests):
+                break
+            (device,) = workers.devices
+            assert device.spent["passes"] <= exchange * num_ticks * virtual.TICK_S + 0.03, "of the last pass at most"
+    assert exchange > 4, "12 passes of 0.02 s or more are done"
