@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rhymerl.budgets import AIMDBudget, Budget, FixedBudget
+from rhymerl.budgets import Budget, FixedBudget
 from rhymerl.config import compose
 from rhymerl.costs import CostCurve
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter
@@ -273,37 +273,12 @@ def test_a_drafter_without_history_is_allowed(trace):
 
 # -- the recorded run --------------------------------------------------------------------------------------------
 
-PAPER = {
-    "window": 1, "own": False, "siblings": False, "min_match": 3, "max_match": 7, "max_branches": 1,
-    "priority": "reward", "length_weight": np.inf, "recency": 1.0, "escape": 0.0,
-}  # fmt: skip
 
-
-def on_the_recorded_run(drafter: dict[str, Any], budget: Budget) -> dict[str, float]:
-    by_epoch = replayed(
-        list(read_trace(SAMPLE)), HistoryTreeDrafter(deterministic=True, **drafter), budget, from_epoch=4
-    )
-    return sum(by_epoch.values(), ReplayTotals()).result()
-
-
-@pytest.mark.parametrize(
-    ("drafter", "budget", "tokens", "verified"),
-    [
-        pytest.param({}, FixedBudget(8), (5.1, 9), (1, 9), marks=pytest.mark.slow),
-        ({}, FixedBudget(16), (6.8, 17), (1, 17)),
-        pytest.param({}, FixedBudget(32), (8.6, 33), (1, 33), marks=pytest.mark.slow),
-        pytest.param({"window": 3}, FixedBudget(8), (4.7, 9), (1, 9), marks=pytest.mark.slow),
-        pytest.param({"window": 3}, FixedBudget(16), (6.2, 17), (1, 17), marks=pytest.mark.slow),
-        pytest.param({"window": 3}, FixedBudget(32), (7.6, 33), (1, 33), marks=pytest.mark.slow),
-        pytest.param({}, FixedBudget(32, min_probability=0.7), (3.7, 33), (1, 1.2), marks=pytest.mark.slow),
-        pytest.param(PAPER, AIMDBudget(), (2.2, 3.3), (1, 1.3), marks=pytest.mark.slow),
-    ],
-)
-def test_tokens_a_pass_on_the_recorded_run(drafter, budget, tokens, verified):
-    """History is worth this much on the trace that comes along, from the fifth epoch on."""
-    result = on_the_recorded_run(drafter, budget)
-    assert tokens[0] <= result["tokens_per_pass"] <= tokens[1]
-    assert verified[0] <= result["verified_per_token"] <= verified[1]
+def test_tokens_a_pass_on_the_recorded_run():
+    """History is worth this much on the trace that comes along; tests/test_docs.py has more ways, to the digit."""
+    drafter = HistoryTreeDrafter(deterministic=True)
+    by_epoch = replayed(list(read_trace(SAMPLE)), drafter, FixedBudget(16), from_epoch=4)
+    assert sum(by_epoch.values(), ReplayTotals()).result()["tokens_per_pass"] > 6.8
 
 
 # -- some of the answers -------------------------------------------------------------------------------------------
