@@ -89,7 +89,7 @@ def test_without_a_writable_folder_it_still_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_functions_are_compiled_before_the_first_answer(tmp_path):
+def test_a_dozen_functions_are_compiled_before_the_first_answer(tmp_path):
     """Each takes about half a second."""
     program = """
 import logging
@@ -103,7 +103,7 @@ while engine.has_work:
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert 1 < done.stderr.count("compiling ") <= 10, done.stderr
+    assert 1 < done.stderr.count("compiling ") <= 12, done.stderr
 
 
 def test_the_process_that_compiles_gets_the_very_bits_of_those_that_load(tmp_path):
