@@ -29,9 +29,10 @@ _BASE = ".base_layer."  # in the names of an adapted layer's own parameters
 
 @dataclass(eq=False)
 class LoRA:
-    """Adapters on the linear layers whose names end with one of `targets`, such as q_proj; None: on all but the head.
+    """Adapters on the linear layers whose names end with one of `targets`, such as q_proj.
 
-    In updates a share `dropout` of the adapters' inputs is left out.
+    None: on all but the head, and the output layers of Mamba mixers, whose weights fused kernels read themselves. In
+    updates a share `dropout` of the adapters' inputs is left out.
     """
 
     rank: int = at_least(1, 16)
@@ -75,7 +76,8 @@ class LoRA:
             if isinstance(module, nn.Linear) and not (is_tied and module is head) and name not in towers
         }
         if self.targets is None:
-            return [name for name, module in layers.items() if module is not head]
+            fused = _read_by_kernels(model)
+            return [name for name, module in layers.items() if module is not head and name not in fused]
         given = f"adapter.targets={list(self.targets)}"
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         for target in self.targets:
@@ -92,6 +94,15 @@ def _of_towers(model: PreTrainedModel) -> list[str]:
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in of_text
     ]
+
+
+def _read_by_kernels(model: PreTrainedModel) -> set[str]:
+    """Return the names of the output layers of Mamba mixers."""
+    return {
+        f"{name}.out_proj"
+        for name, module in model.named_modules()
+        if hasattr(module, "A_log") and hasattr(module, "D")
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,10 +217,24 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _inject(config: Any, model: PreTrainedModel) -> None:
-    _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
+    with _of_no_family(model):
+        _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
     config.target_modules = sorted(config.target_modules)  # a set, which would be saved in any order
     for parameter in adapter_parameters(model):
         parameter.data = _in_full(parameter.data)
+
+
+@contextmanager
+def _of_no_family(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which peft does not know the model's family.
+
+    Else it takes dense layers of a model with experts for the experts that had their names in transformers 4.
+    """
+    model.config.model_type = ""
+    try:
+        yield
+    finally:
+        del model.config.model_type  # the class has it
 
 
 def _in_full(data: Tensor) -> Tensor:

@@ -20,13 +20,15 @@ from rhymerl.errors import ConfigError
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.exported import restore
 from rhymerl.models.logprobs import token_batch, token_logprobs
-from rhymerl.models.lora import LoRA, is_adapted, with_adapters, without_adapters
+from rhymerl.models.lora import LoRA, check_adapters, is_adapted, with_adapters, without_adapters
 from rhymerl.models.policy import PolicySource, frozen
 from rhymerl.tasks import RunningSum
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.engine.test_lossless import answers
+from tests.models.hybrid import HYBRIDS, hybrid_model
+from tests.models.windowed import windowed_model
 from tests.training.updates import scored
 
 QUIET = {
@@ -284,6 +286,21 @@ def test_experts_are_no_layers():
     assert list(weights) == [name for name, _ in plain.model.named_parameters()]
     plain.model.load_state_dict(weights, strict=False)
     torch.testing.assert_close(logits(plain.model), logits(policy.model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "falcon_h1", "bamba", "qwen3_5_text"])
+def test_all_layers_of_a_family_are_adapted_but_those_that_fused_kernels_read(family):
+    model = hybrid_model(family) if family in HYBRIDS else windowed_model(family)
+    layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    before = logits(model)
+    LoRA(2).put_on(model, seed=0)
+    check_adapters(model)
+    assert model.config.model_type == family
+    torch.testing.assert_close(logits(model), before, atol=0, rtol=0)
+    adapted = {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
+    of_mamba = {name for name in layers if name.endswith("mamba.out_proj")}
+    assert adapted == layers - of_mamba - {"lm_head"}
+    assert bool(of_mamba) == (family in ("falcon_h1", "bamba"))
 
 
 def test_adapters_of_another_kind_are_refused():
