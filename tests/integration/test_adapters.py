@@ -63,4 +63,5 @@ def test_two_ranks_train_the_adapters_of_one(words: list[str], tmp_path: Path):
     one, two = (checkpoint(tmp_path / name)["state_dict"] for name in ("one", "two"))
     assert list(one) == list(two)
     for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, atol=1e-9, rtol=0)
+        # Norms compute in float32, where a last bit of float64 may round the other way.
+        torch.testing.assert_close(two[name], weight, atol=1e-6, rtol=0)
