@@ -16,21 +16,32 @@ from rhymerl.models.sharding import is_sharded
 def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
     """Context in which the forwards of `model` compute in `dtype`, float32 or float64, if its weights have fewer bits.
 
-    Matrix products keep all of float32's bits. A module's weights are converted while it runs and no longer, so that
-    the whole model never exists twice. A wider model stays as it is, and so does one that is sharded.
+    Matrix products keep all of float32's bits. A layer's weights are converted while it runs and no longer, so that the
+    whole model never exists twice; all of them, since some layers read the weights of their parts. A wider model stays
+    as it is, and so does one that is sharded.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     with ExitStack() as stack, torch.autocast(_device_type(model), enabled=False):
         stack.callback(torch.set_float32_matmul_precision, precision)
-        modules = list(model.modules())
-        for module in modules if not any(map(is_sharded, modules)) else ():  # a decoder is sharded by its layers
-            _convert_while_it_runs(module, dtype, stack)
+        if not any(map(is_sharded, model.modules())):  # a decoder is sharded by its layers
+            for module, parts in _layers_of(model):
+                _convert_while_it_runs(module, parts, dtype, stack)
         yield
 
 
-def _convert_while_it_runs(module: nn.Module, dtype: torch.dtype, stack: ExitStack) -> None:
-    tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+def _layers_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Yield layers with all of their modules, and what is in none with itself."""
+    yield module, [module]
+    for child in module.children():
+        if isinstance(module, nn.ModuleList):
+            yield child, list(child.modules())
+        else:
+            yield from _layers_of(child)
+
+
+def _convert_while_it_runs(module: nn.Module, parts: list[nn.Module], dtype: torch.dtype, stack: ExitStack) -> None:
+    tensors: list[dict[str, Any]] = [kept for part in parts for kept in (part._parameters, part._buffers)]
     own = [(kept, name, each) for kept in tensors for name, each in kept.items() if _has_fewer_bits(each, dtype)]
     if not own:
         return

@@ -13,7 +13,9 @@ from rhymerl.engine import support
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.support import prove_engine, refuse_unsupported
 from rhymerl.errors import ConfigError
+from rhymerl.models.proof import prove_sharing
 from rhymerl.testing import make_requests, tiny_policy
+from tests.models.hybrid import HYBRIDS, hybrid_model
 from tests.models.small import LATENT, small_model
 from tests.products import pairs_first, values_first
 
@@ -128,6 +130,14 @@ def test_rounding_is_no_reason_to_refuse(dtype, factor):
 # Its layers hide what is behind a window in their masks alone, and no config says which layers these are.
 WINDOW_IN_MASKS = {"sliding_window": 8}
 LIGHTNING = {"layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_of_16_bits_is_proved_although_its_layers_read_the_weights_of_their_convolutions(family):
+    model = hybrid_model(family, dtype=torch.bfloat16)
+    prove_engine(model)
+    assert prove_sharing(model.get_decoder(), 64, model=model) is None
+    assert {parameter.dtype for parameter in model.parameters()} <= {torch.bfloat16, torch.float32}
 
 
 @pytest.mark.parametrize(
