@@ -128,11 +128,6 @@ class EmulatedForward:
         """As `Forward.tile_tokens`."""
         return self._forward.tile_tokens
 
-    @property
-    def window(self) -> int | None:
-        """As `Forward.window`."""
-        return self._forward.window
-
     def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
         """As `Forward.logits`, in the device's time."""
         started = self._device.now()

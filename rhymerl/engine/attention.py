@@ -6,7 +6,7 @@ pass and used by every layer, groups the rows by width so that a long prompt doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +24,11 @@ from rhymerl.engine.paged_attention import PagedLayout, attend
 from rhymerl.engine.tiles import TileLayout
 from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.policy import evaluating
+from rhymerl.types import IndexArray
 
 NAME = "rhymerl"
 _ALL = 2**62  # positions
 _MOST_SCORED = 512  # queries whose scores are written out together
-TILE_ARRAYS = ("tiles", "seen", "ancestors", "kv_slots")  # of a TileLayout
 # Arguments by which transformers asks for what a token tree would silently break.
 _REFUSED = ("position_bias", "cross_attention_states")
 
@@ -54,6 +54,7 @@ class AttentionPlan:
 
     buckets: list[Bucket]
     paged: PagedLayout | None = None
+    tiles: TilePlan | None = None  # in place of both
     store: KVStore | None = None  # of passes by transformers, which also need
     positions: Tensor | None = None  # [N]
     _additive: dict[int | ChunkedWindow | None, list[Tensor]] = field(default_factory=dict)
@@ -63,6 +64,8 @@ class AttentionPlan:
 
         Grouped-query heads ride along as extra query rows of their KV head, so keys are never repeated.
         """
+        if self.tiles is not None:
+            return self.tiles.attend(query, keys, values, scale, layer)
         kv_heads = keys.shape[1]
         groups = query.shape[1] // kv_heads
         output = values.new_empty(*query.shape[:2], values.shape[2])
@@ -126,8 +129,7 @@ def _as_compiled(
         return None, None, None
     none = torch.full(query.shape[1:2], float("-inf"))
     sinks = none if layer.sinks is None else layer.sinks.detach()
-    window = -layer.window.size if isinstance(layer.window, ChunkedWindow) else layer.window or _ALL
-    return window, layer.softcap or 0.0, sinks.to(query.dtype).numpy()
+    return layer.signed_window or _ALL, layer.softcap or 0.0, sinks.to(query.dtype).numpy()
 
 
 def _attend_by_scores(
@@ -148,20 +150,30 @@ def _attend_by_scores(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """The attention of a pass by a `TileLayout` with arrays on the device, of rows within every layer's window."""
+    """The attention of a pass by a `TileLayout` with arrays on the device."""
 
     tiles: Tensor
-    seen: Tensor
+    positions: Tensor  # [N]
     ancestors: Tensor
     kv_slots: Tensor
     most: int
+    splits: int
+
+    @classmethod
+    def of(cls, tiles: TileLayout, arrays: Iterable[Tensor], positions: Tensor, *, splits: int = 1) -> TilePlan:
+        """Return it for a layout's `arrays` and positions on the device."""
+        there = dict(zip(("tiles", "ancestors", "kv_slots"), arrays, strict=True))
+        return cls(**there, positions=positions, most=tiles.most, splits=splits)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """As `AttentionPlan.attend`."""
         from rhymerl.engine.triton_attention import attend
 
-        arrays = (self.tiles, self.seen, self.ancestors, self.kv_slots)
-        return attend(query, keys, values, *arrays, scale, most=self.most)
+        arrays = (self.tiles, self.positions, self.ancestors, self.kv_slots)
+        return attend(
+            query, keys, values, *arrays, scale, most=self.most, splits=self.splits,
+            window=layer.signed_window, softcap=layer.softcap, sinks=layer.sinks,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -171,22 +183,27 @@ class ComparedPlan:
     tiles: TilePlan
     difference: float = 0.0  # the largest so far, as a share of the largest number of its layer
     plan: AttentionPlan | None = None
+    store: KVStore | None = None  # of the plan, as are
+    positions: Tensor | None = None
 
     @classmethod
-    def of(cls, tiles: TileLayout, inputs: Inputs) -> ComparedPlan:
-        """Return it for a layout, whose arrays go to the device."""
-        there = inputs.put([getattr(tiles, name) for name in TILE_ARRAYS])
-        return cls(TilePlan(**dict(zip(TILE_ARRAYS, there, strict=True)), most=tiles.most))
+    def of(cls, tiles: TileLayout, positions: IndexArray, inputs: Inputs, *, splits: int) -> ComparedPlan:
+        """Return it for a layout and positions [N], which go to the device."""
+        *arrays, there = inputs.put([*tiles.arrays, positions])
+        return cls(TilePlan.of(tiles, arrays, there, splits=splits))
 
     def beside(self, plan: AttentionPlan) -> ComparedPlan:
         """Compare with this plan."""
-        self.plan = plan
+        self.plan, self.store, self.positions = plan, plan.store, plan.positions
         return self
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
-        """As `AttentionPlan.attend`, but that a window hides nothing."""
+        """As `AttentionPlan.attend`, in float32 at least: scores in bfloat16 say little of a kernel's."""
         assert self.plan is not None
-        expected, found = (each.attend(query, keys, values, scale) for each in (self.plan, self.tiles))
+        found = self.tiles.attend(query, keys, values, scale, layer)
+        with torch.autocast(query.device.type, enabled=False):
+            wide = query.to(torch.promote_types(query.dtype, torch.float32))
+            expected = self.plan.attend(wide, keys, values, scale, layer).to(found.dtype)
         self.difference = max(self.difference, difference_of(found, expected))
         return expected
 
@@ -206,7 +223,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    rhymerl_plan: AttentionPlan,
+    rhymerl_plan: AttentionPlan | ComparedPlan,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

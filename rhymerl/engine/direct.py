@@ -23,7 +23,10 @@ from rhymerl.models.attention import LayerAttention
 from rhymerl.models.logits import num_tokens
 
 # Their layers are: normalise, attend with rotary embedding, add; normalise, gated MLP, add.
-_FAMILIES = {f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")}
+_FAMILIES = {
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("llama", "mistral", "ministral", "qwen2", "qwen3", "cwm", "seed_oss")
+}
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 _STATIC_ROTARY = (
     "default",
@@ -113,10 +116,6 @@ class DirectForward:
         self._steps = steps
         self._embed, self._rotary, self._norm = body.embed_tokens.forward, body.rotary_emb.forward, Norm.of(body.norm)
         self._layers = [_Layer(*each) for each in zip(body.layers, store.stores, strict=True)]
-        windows = (each.attention.window for each in self._layers)
-        self.window = min(
-            (each for each in windows if isinstance(each, int)), default=None
-        )  # the shortest; None = all full
         self.head = _Projection.of(model.lm_head, num_tokens(model))
         self._projections = [self.head, *(each for layer in self._layers for each in layer.projections)]
 

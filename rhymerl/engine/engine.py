@@ -211,8 +211,7 @@ class Engine:
         spare = min(free.num_free, self.max_pass_tokens) - num_tokens
         drafts = self.drafting.ask(row[emits], spare=spare, num_waiting=self.admission.num_waiting)
         forward, in_place = self.forward, self.kv.is_readable_in_place
-        tiles, window = forward.tile_tokens, forward.window
-        return lay_out_pass(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=tiles, window=window)
+        return lay_out_pass(rows, row, chain, emits, drafts, compiled=in_place, tile_tokens=forward.tile_tokens)
 
     def _run_pass(self, layout: PassLayout) -> Sampler:
         """Compute the pass; returns what draws from its logits."""

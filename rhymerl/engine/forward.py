@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rhymerl.drafts import Draft, DraftBatch
 from rhymerl.engine import inputs
-from rhymerl.engine.attention import AttentionPlan, Bucket, ComparedPlan, packed
+from rhymerl.engine.attention import AttentionPlan, Bucket, ComparedPlan, TilePlan, packed
 from rhymerl.engine.direct import DirectForward, can_be_direct
 from rhymerl.engine.graphs import Graphs
 from rhymerl.engine.kv_store import KVStore
@@ -120,7 +120,7 @@ class Forward:
         with self.autocast():
             self._direct = self._direct_forward()
         self.kind = None if self._direct is None else self._steps
-        if self._is_tiled:
+        if self._has_graphs:
             self._look_where_weights_are()
 
     def _look_where_weights_are(self) -> None:
@@ -137,8 +137,8 @@ class Forward:
 
         With CUDA graphs, which read the copies, they stay and are renewed in place.
         """
-        self._is_stale = self._is_tiled
-        if not self._is_tiled:
+        self._is_stale = self._has_graphs
+        if not self._has_graphs:
             self._direct = None
         self._is_forgotten = True
         if self._stays_ready:
@@ -152,15 +152,10 @@ class Forward:
     @property
     def tile_tokens(self) -> Callable[[int], int] | None:
         """Return how tokens are laid out in tiles (see `lay_out`), or None; to be called within `ready`."""
-        return self._tile_tokens if self._is_tiled else None
+        return self._tile_tokens
 
     @property
-    def window(self) -> int | None:
-        """Return the longest row that attention by tiles can compute: the shortest window of a layer; None = any."""
-        return self._direct.window if self._direct is not None else None
-
-    @property
-    def _is_tiled(self) -> bool:
+    def _has_graphs(self) -> bool:
         return self._tile_tokens is not None and self._direct is not None
 
     def logits(self, layout: PassLayout, also: Sequence[npt.NDArray[Any]] = ()) -> tuple[Tensor, list[Tensor]]:
@@ -184,22 +179,27 @@ class Forward:
         graphs: Graphs | None = None,  # those of the store
         compared: ComparedPlan | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        if layout.tiles is not None:
-            assert direct is not None and graphs is not None
+        if layout.tiles is not None and direct is not None:
+            assert graphs is not None
             with self.autocast():
                 return graphs.logits(direct, store, layout, also)
         buckets = [_arrays(each, layout.num_tokens) for each in layout.buckets]
         own = (layout.slots, layout.token_ids, layout.positions, layout.logit_indices)
-        there = iter(self._inputs.put([*own, *(each for arrays in buckets for each in arrays.values()), *also]))
+        of_tiles = layout.tiles.arrays if layout.tiles is not None else []
+        of_buckets = [each for arrays in buckets for each in arrays.values()]
+        there = iter(self._inputs.put([*own, *of_tiles, *of_buckets, *also]))
         store.write_slots, token_ids, positions, indices = islice(there, len(own))
+        on_device = islice(there, len(of_tiles))
+        tiles = TilePlan.of(layout.tiles, on_device, positions) if layout.tiles is not None else None
         made = [Bucket(**{name: next(there) for name in arrays}) for arrays in buckets]
-        plan = AttentionPlan(made, layout.paged, store, positions)
+        of_rows = AttentionPlan(made, layout.paged, tiles, store, positions)
+        plan = compared.beside(of_rows) if compared else of_rows
         with self.autocast(), without_cudnn_attention():
             if direct is not None:
                 at = None if len(indices) == len(token_ids) else indices
-                return direct(token_ids, positions, at, compared.beside(plan) if compared else plan), [*there]
+                return direct(token_ids, positions, at, plan), [*there]
             store.states.begin(layout)
-            with self.routes.noted(store.write_slots):
+            with self.routes.noted(store.write_slots) if store is self.store else nullcontext():
                 logits: Tensor = self.model(
                     input_ids=token_ids[None],
                     position_ids=positions[None],
@@ -214,16 +214,17 @@ class Forward:
     # -- the direct forward ----------------------------------------------------------------------------------------
 
     def _direct_forward(self) -> DirectForward | None:
-        """Return the direct forward over the model's modules as they are now.
+        """Return the direct forward over the model's modules as they are now, and prove what passes use.
 
         None where there is none, or where it does not compute the same.
         """
-        modules = list(self.model.modules())
-        if not (self.store.is_allocated and can_be_direct(self.model, modules)):
+        if not self.store.is_allocated:
             return None
-        dtype = self._product_dtype()
-        kind = CompiledSteps if self.is_on_host and dtype == torch.float32 else TorchSteps
-        proved = [kind, dtype, self._inputs.device, *modules]
+        modules, dtype = list(self.model.modules()), self._product_dtype()
+        kind: type[TorchSteps] | None = None
+        if can_be_direct(self.model, modules):
+            kind = CompiledSteps if self.is_on_host and dtype == torch.float32 else TorchSteps
+        proved: list[object] = [kind, dtype, self._inputs.device, *modules]
         if self._proved != proved:
             self._proved, self._direct = proved, None
             self._prove(kind, has_kernels=takes_kernels(self._inputs.device, dtype))
@@ -243,23 +244,16 @@ class Forward:
     def _product_dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self._inputs.device.type) if self._is_cast() else self.model.dtype
 
-    def _prove(self, kind: type[TorchSteps], *, has_kernels: bool) -> None:
+    def _prove(self, kind: type[TorchSteps] | None, *, has_kernels: bool) -> None:
         """Choose how steps between products and attention are computed: by what is proved, the fastest first."""
-        self._steps, self._tile_tokens = kind if self._compare(kind) else None, None
-        if self._steps is None or not has_kernels:
+        self._steps, self._tile_tokens = kind if kind is not None and self._compare(kind) else None, None
+        if not has_kernels:
             return
-        if self._is_right("kernels between products", self._difference_of_steps):
+        if self._steps is not None and self._is_right("kernels between products", self._difference_of_steps):
             self._steps = TritonSteps
-        tile_tokens = _tile_tokens(self.model.config, self._product_dtype())
-        if not self._is_right("kernels for attention", lambda: self._difference_of_tiles(tile_tokens)):
-            return
-        self._tile_tokens = tile_tokens
-        if (window := DirectForward(self.model, self.store, kind()).window) is not None:
-            _log.warning(
-                "%s: the GPU's kernel for attention has no windows; passes with a row of more than %d tokens use torch's, "
-                "which takes longer",
-                *(type(self.model).__name__, window),
-            )
+        tile_tokens = _tile_tokens(self.model.config.get_text_config(), self._product_dtype())
+        if self._is_right("kernels for attention", lambda: self._difference_of_tiles(tile_tokens)):
+            self._tile_tokens = tile_tokens
 
     def _compare(self, kind: type[TorchSteps]) -> bool:
         """Return whether two prompts with draft trees get equal log-probs directly and by transformers; warn if not."""
@@ -307,13 +301,16 @@ class Forward:
         return steps.difference
 
     def _difference_of_tiles(self, tile_tokens: Callable[[int], int]) -> float:
-        """Return the largest one of attention in a layer, as a share of the largest number."""
+        """Return the largest one of attention in a layer, as a share of the largest number; windows are narrow."""
         found = 0.0
-        for widest in (1, 150):
-            example = _Example((7, 150), self.model.config.vocab_size, self.store)  # of one block of keys, and several
-            plan = ComparedPlan.of(example.tiles(tile_tokens(widest)), self._inputs)
-            direct = DirectForward(self.model, example.store, TorchSteps())
-            self._run(direct, example.store, example.layout, compared=plan)
+        for widest, splits in ((1, 1), (150, 1), (1, 2)):
+            vocabulary = self.model.config.get_text_config().vocab_size
+            example = _Example((7, 150), vocabulary, self.store)  # of one block of keys, and several
+            tiles, positions = example.tiles(tile_tokens(widest)), example.layout.positions
+            plan = ComparedPlan.of(tiles, positions, self._inputs, splits=splits)
+            with narrowed(self.model):
+                direct = DirectForward(self.model, example.store, TorchSteps()) if self._steps is not None else None
+                self._run(direct, example.store, example.layout, compared=plan)
             found = max(found, plan.difference)
         return found
 

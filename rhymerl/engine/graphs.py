@@ -1,6 +1,7 @@
 """Passes on a GPU as CUDA graphs: one launch instead of a thousand, each of which takes the host longer than the GPU.
 
-A graph is of a number of tokens and of tiles, to which a pass is padded, and is captured when these numbers come first.
+A graph is of a number of tokens and of tiles, to which a pass is padded, and is captured when these numbers come first;
+one of few tiles is of short rows or of long ones, whose keys are split.
 What a pass needs lies in one buffer at the same places every time. Rows, keys and draft trees are read from there, so
 that they need no graphs of their own.
 """
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rhymerl.engine.attention import TILE_ARRAYS, TilePlan
+from rhymerl.engine.attention import TilePlan
 from rhymerl.engine.direct import DirectForward
 from rhymerl.engine.inputs import Inputs
 from rhymerl.engine.kv_store import KVStore
@@ -38,8 +39,10 @@ class Graphs:
     def __init__(self, inputs: Inputs) -> None:
         self._inputs, device = inputs, inputs.device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._graphs: dict[tuple[int, int, int], _Graph] = {}  # by tokens, by tiles, and by tokens of a tile
-        self._place = _Place.on(device) if device.type == "cuda" else None
+        self._graphs: dict[tuple[int, int, int, int], _Graph] = {}  # by tokens, tiles, tokens of a tile, and splits
+        is_cuda = device.type == "cuda"
+        self._place = _Place.on(device) if is_cuda else None
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 0
 
     def forget(self) -> None:
         """Drop the graphs: something is elsewhere now."""
@@ -60,19 +63,19 @@ class Graphs:
             _padded(layout.positions, size),
             _padded(layout.slots, size, store.num_slots),  # a slot that nobody reads
             _padded(tiles.tiles, num_tiles),
-            _padded(tiles.seen, size),
             _padded(tiles.ancestors, size),
             tiles.kv_slots,
         ]
         there = self._inputs.put([*own, layout.logit_indices, *also], self._room_for)
         token_ids, positions, store.write_slots, *of_tiles = there[: len(own)]
-        plan = TilePlan(**dict(zip(TILE_ARRAYS, of_tiles, strict=True)), most=tiles.most)
+        splits = tiles.splits(num_tiles * store.stores[0].keys.shape[1], self._processors)
+        plan = TilePlan.of(tiles, of_tiles, positions, splits=splits)
 
         def work() -> Tensor:
             return direct.states(token_ids, positions, plan)
 
         if is_small:
-            key = (size, num_tiles, tiles.most)
+            key = (size, num_tiles, tiles.most, splits)
             if key not in self._graphs:
                 self._graphs[key] = _Graph(work, self._place)
             states = self._graphs[key].replay(work)[:count]

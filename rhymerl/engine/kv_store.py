@@ -145,8 +145,8 @@ class KVStore(Cache):
         return recurrent_states
 
     def smaller(self, num_slots: int) -> KVStore:
-        """Return an empty store for the same layers, allocated if this one is."""
-        store = KVStore(len(self.stores), num_slots)
+        """Return an empty store of 2 rows for the same layers, allocated if this one is."""
+        store = KVStore(len(self.stores), num_slots, 2)
         for mine, other in zip(store.stores, self.stores, strict=True):
             mine.keys, mine.values = (
                 each.new_zeros(num_slots + 1, *each.shape[1:]) for each in (other.keys, other.values)

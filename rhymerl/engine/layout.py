@@ -90,14 +90,13 @@ def lay_out_pass(
     *,
     compiled: bool = False,
     tile_tokens: Callable[[int], int] | None = None,
-    window: int | None = None,
 ) -> PassLayout:
     """Take slots for all fed tokens and describe the pass. The caller has checked that there are enough slots.
 
     `drafts` hang below the roots of the rows `emits`. Prefix rows come before the rows that read them. With `compiled`,
     rows of few queries are laid out for engine/paged_attention.py, and only the others go into buckets. With
     `tile_tokens`, which returns the tokens of a tile for the widest row of a pass, all are laid out for
-    engine/triton_attention.py, unless a row has more keys than a layer's `window`, of which the kernel knows nothing.
+    engine/triton_attention.py.
     """
     width = chain.copy()
     width[emits] += drafts.counts
@@ -113,9 +112,9 @@ def lay_out_pass(
         *(drafts.token_ids, drafts.parents, drafts.starts),
         packed,
     )
-    is_tiled = tile_tokens is not None and (window is None or num_keys.max(initial=0) <= window)
-    most = tile_tokens(int(width.max(initial=1))) if tile_tokens is not None and is_tiled else 0
-    tiles = tile(rows, row, chain, width, emits, drafts, most=most) if most else None
+    tiles = None
+    if tile_tokens is not None:
+        tiles = tile(rows, row, chain, width, emits, drafts, most=tile_tokens(int(width.max(initial=1))))
     num_paged = int(np.count_nonzero(paged))
     buckets = tiles is None and num_paged < len(row)
     return PassLayout(

@@ -48,6 +48,11 @@ class LayerAttention:
         return cls(window=seen, softcap=softcap, sinks=sinks)
 
     @property
+    def signed_window(self) -> int | None:
+        """Return the window as compiled loops and kernels take it: a chunk's size is below 0."""
+        return -self.window.size if isinstance(self.window, ChunkedWindow) else self.window
+
+    @property
     def needs_scores(self) -> bool:
         """Return whether scores are changed before their softmax, which torch's own attention cannot do."""
         return self.softcap is not None or self.sinks is not None

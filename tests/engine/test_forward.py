@@ -15,6 +15,7 @@ from rhymerl.engine.layer_steps import CompiledSteps, TorchSteps
 from rhymerl.engine.layout import PassLayout
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_lossless import answers, assert_same
+from tests.models.small import small_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -66,6 +67,18 @@ def test_in_bfloat16_and_under_autocast_they_are_transformers_to_the_bit(family)
     engine, pairs = passes_of(model_of(family, dtype="float32"), **autocast)
     assert engine.forward.kind is TorchSteps
     assert all(torch.equal(direct, expected.float()) for direct, expected in pairs)
+
+
+@pytest.mark.parametrize("family", ["ministral", "cwm", "seed_oss"])
+def test_families_whose_layers_are_llamas_go_directly(family):
+    windows = (
+        {} if family == "seed_oss" else {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    )
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    own = {"initializer_range": 0.3, "max_position_embeddings": 256, "rope_parameters": rope, **windows}
+    engine, pairs = passes_of(small_model(family, dtype=torch.float64, **own).eval())
+    assert engine.forward.kind is not None
+    assert all(torch.equal(direct, expected) for direct, expected in pairs)
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}])

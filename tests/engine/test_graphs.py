@@ -25,17 +25,23 @@ from rhymerl.engine.graphs import Graphs, rounded
 from rhymerl.engine.layer_steps import TorchSteps, TritonSteps
 from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.rows import Rows, SlotPool
+from rhymerl.models.attention import ChunkedWindow, last_seen
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import Seen, requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same
-from tests.models.windowed import windowed_model
+from tests.models.windowed import InDouble, windowed_model
 from tests.products import values_first
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def attend(query, keys, values, tiles, seen, ancestors, kv_slots, scale, *, most):
+def attend(
+    query, keys, values, tiles, positions, ancestors, kv_slots, scale,
+    *, most, splits=1, window=None, softcap=None, sinks=None,
+):  # fmt: skip
     """As `triton_attention.attend`."""
+    if keys.shape != values.shape:
+        raise TypeError("keys and values differ")
     out = torch.full_like(query, float("nan"))
     groups = query.shape[1] // keys.shape[1]
     for first, count, begin, root, num_keys in tiles.tolist():
@@ -44,9 +50,15 @@ def attend(query, keys, values, tiles, seen, ancestors, kv_slots, scale, *, most
         k, v = (each[slots].repeat_interleave(groups, 1).to(values.dtype) for each in (keys, values))
         for n in range(first, first + count):
             nodes = torch.arange(num_keys) - root
-            visible = (nodes + root < seen[n]) | ((nodes >= 0) & (ancestors[n] >> nodes.clamp(0, 63) & 1 == 1))
+            visible = nodes + root < min(positions[n] + 1, root)
+            visible |= (nodes >= 0) & (ancestors[n] >> nodes.clamp(0, 63) & 1 == 1)
+            if window is not None:
+                visible = last_seen(visible, window if window > 0 else ChunkedWindow(-window))
             scores = torch.einsum("hd,shd->hs", query[n].to(v.dtype), k) * scale
-            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+            scores = scores.masked_fill(~visible, float("-inf"))
+            sink = scores[:, :0] if sinks is None else sinks[:, None].to(scores.dtype)
+            weights = torch.cat([scores, sink], 1).softmax(-1)[:, :num_keys]
             out[n] = torch.einsum("hs,shd->hd", weights, v)
     return out
 
@@ -133,7 +145,7 @@ def test_tiles_say_what_the_mask_says(most):
     for n, (begin, root, num_keys) in by_token.items():
         slots = tiles.kv_slots[begin : begin + num_keys]
         nodes = [slot for k, slot in enumerate(slots[root:]) if tiles.ancestors[n] >> k & 1]
-        found = {*slots[: tiles.seen[n]].tolist(), *map(int, nodes)}
+        found = {*slots[: min(layout.positions[n] + 1, root)].tolist(), *map(int, nodes)}
         assert {to_other[slot] for slot in found} == seen_by_mask[n]
 
 
@@ -148,25 +160,63 @@ def test_a_draft_of_too_many_nodes_goes_the_other_way():
     assert layout.buckets
 
 
-def test_rows_that_are_longer_than_a_window_go_the_other_way(request, caplog):
-    """The kernel has no windows; a pass whose rows are shorter needs none."""
-    model, asked = windowed_model("mistral", sliding_window=24), make_requests(6, prompt_tokens=(3, 12), max_tokens=30)
-    here = answers(SimpleNamespace(model=model), asked, max_running=4)
-    request.getfixturevalue("device")
-    engine, done, tiled = Engine(model, max_running=4, drafter=RandomTreeDrafter()), {}, set()
-    logits = engine.forward.logits
-
-    def watched(layout, also):
-        tiled.add(layout.tiles is not None)
-        return logits(layout, also)
-
-    engine.forward.logits = watched
+def done_by(engine, asked):
     engine.submit(asked)
+    done = {}
     while engine.has_work:
         done |= {each.request.id: each for each in engine.run()}
-    assert tiled == {True, False}
+    return done
+
+
+@pytest.mark.parametrize(
+    ("family", "is_direct"),
+    [
+        ("mistral", True),
+        ("qwen2", True),
+        ("gemma2", False),  # soft caps
+        ("gpt_oss", False),  # sinks
+        ("llama4_text", False),  # chunks
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("gemma3_text", "olmo3", "cohere2", "exaone4")),
+    ],
+)
+def test_tokens_behind_windows_are_those_of_the_host(request, family, is_direct):
+    """Families whose layers are not Llama's go through transformers, to the same kernel."""
+    model, asked = windowed_model(family), make_requests(4, prompt_tokens=(3, 12), max_tokens=16)
+    with InDouble():
+        here = answers(SimpleNamespace(model=model), asked, max_running=3)
+        request.getfixturevalue("device")
+        engine = Engine(model, max_running=3, drafter=RandomTreeDrafter(vocabulary=16))
+        done = done_by(engine, asked)
+    assert engine.forward.tile_tokens is not None
+    assert (engine.forward.kind is not None) == is_direct
     assert_same(here, done)
-    assert "has no windows; passes with a row of more than 24 tokens use torch's" in caplog.text
+
+
+def test_keys_that_are_wider_than_values_are_left_to_torch(device, caplog):
+    engine = Engine(windowed_model("deepseek_v3"), max_running=3)
+    done_by(engine, make_requests(2, prompt_tokens=(3, 12), max_tokens=4))
+    assert engine.forward.tile_tokens is None
+    assert "the GPU's kernels for attention do not run (keys and values differ); torch's are used" in caplog.text
+
+
+def test_graphs_of_short_rows_and_of_long_ones_differ_in_splits(device, monkeypatch):
+    from rhymerl.engine import tiles, triton_attention
+
+    called = set()
+
+    def noted(*args, **how):
+        called.add(how["splits"])
+        return attend(*args, **how)
+
+    monkeypatch.setattr(triton_attention, "attend", noted)
+    monkeypatch.setattr(tiles, "_LONG", 20)
+    model = tiny_policy(dtype="float32").model
+    engine = Engine(model)
+    engine.forward._graphs._processors = 4 * model.config.num_key_value_heads
+    engine.submit(make_requests(1, max_tokens=40, prompt_tokens=(4, 4), stop_token_ids=()))
+    engine.run()
+    assert called == {1, 2, 4}  # 2 in the comparison with torch
+    assert {splits for _, num_tiles, _, splits in engine.forward._graphs._graphs if num_tiles == 1} == {1, 4}
 
 
 def launches_of_a_pass(num_layers, monkeypatch):
@@ -295,8 +345,16 @@ def a_little_larger(*args, **how):
     return 1.01 * attend(*args, **how)
 
 
-def without_ancestors(query, keys, values, tiles, seen, ancestors, *rest, **how):
-    return attend(query, keys, values, tiles, seen, 0 * ancestors, *rest, **how)
+def without_ancestors(query, keys, values, tiles, positions, ancestors, *rest, **how):
+    return attend(query, keys, values, tiles, positions, 0 * ancestors, *rest, **how)
+
+
+def wrong_in_parts(*args, splits=1, **how):
+    return attend(*args, **how) * splits
+
+
+def of_a_longer_window(*args, window=None, **how):
+    return attend(*args, window=window and window + 1, **how)
 
 
 def no_numbers(*args, **how):
@@ -304,14 +362,23 @@ def no_numbers(*args, **how):
 
 
 @pytest.mark.parametrize(
-    "wrong", [a_little_larger, without_ancestors, no_numbers, right_in_one_block, wrong_in_small_tiles, too_large]
+    "wrong",
+    [
+        a_little_larger,
+        without_ancestors,
+        no_numbers,
+        right_in_one_block,
+        wrong_in_small_tiles,
+        wrong_in_parts,
+        of_a_longer_window,
+        too_large,
+    ],
 )
 def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog, wrong):
     from rhymerl.engine import triton_attention
 
     monkeypatch.setattr(triton_attention, "attend", wrong)
-    policy, asked = tiny_policy(dtype="float32"), make_requests(3)
-    engine = Engine(policy.model)
+    engine, asked = Engine(windowed_model("mistral", dtype=torch.float32, sliding_window=99)), make_requests(3)
     engine.submit(asked)
     engine.run()
     assert engine.forward.tile_tokens is None

@@ -34,7 +34,8 @@ _TYPES = {
     "logprobs": "*fp32",
 }
 
-_TYPES |= {"tiles": "*i32", "seen": "*i32", "ancestors": "*i64", "kv_slots": "*i32", "scale": "fp32"}
+_TYPES |= {"tiles": "*i32", "positions": "*i64", "ancestors": "*i64", "kv_slots": "*i32", "scale": "fp32"}
+_TYPES |= {"parts": "*fp32", "sums": "*fp32", "sinks": "*bf16"}
 _TYPES |= {"slots": "*i64", "epsilon": "fp32", "heads": "i32", "count": "i32"}
 _OF_LAYERS = (
     "hidden",
@@ -135,17 +136,31 @@ def test_the_cut(dtype: str, owner: dict[str, str], tmp_path: Path) -> None:
     assert stack_bytes(found["cubin"], tmp_path) == 0
 
 
+_PLAIN = {"splits": 1, "sums": None, "window": None, "softcap": None, "sinks": None}
+_LAYERS = {
+    "full": _PLAIN,
+    "window": {**_PLAIN, "window": 4096},
+    "all": {"splits": 16, "window": -8192, "softcap": 50.0},
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "heads", "widest", "owner"),
+    ("dtype", "heads", "widest", "owner", "layer"),
     pairs_first(
         ["fp32", "bf16"],
-        [(1, 128), (7, 64), (7, 128)],
+        [(1, 128), (7, 64), (7, 128), (2, 256)],
         [1, 17],
         {"alike": {}, "autocast": {"query": "*fp32", "keys": "*fp32"}},
+        _LAYERS,
     ),
 )
-def test_attention(dtype: str, heads: tuple[int, int], widest: int, owner: dict[str, str], tmp_path: Path) -> None:
-    """Nothing of a tile is kept in memory; under autocast rotated queries and keys stay float32."""
+def test_attention(
+    dtype: str, heads: tuple[int, int], widest: int, owner: dict[str, str], layer: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nothing of a tile is kept in memory, but for some numbers of the widest heads in float32.
+
+    Under autocast rotated queries and keys stay float32.
+    """
     import torch
 
     from rhymerl.engine import triton_attention
@@ -153,20 +168,31 @@ def test_attention(dtype: str, heads: tuple[int, int], widest: int, owner: dict[
     groups, dim = heads
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     most = triton_attention.tokens_of_a_tile(groups, kind, widest=widest)
+    block, num_warps = triton_attention.block_and_warps(kind, dim, is_plain=layer is _PLAIN)
     sizes = {
         "groups": groups,
         "kv_heads": 4,
         "dim": dim,
         "padded_dim": dim,
         "most": most,
-        "block": triton_attention._BLOCK,
+        "block": block,
     }
     padded = 1 << (groups - 1).bit_length()
     precision = "ieee" if dtype == "fp32" else None
-    how = {"padded_groups": padded, "precision": precision}
-    options = {"num_warps": 4, "num_stages": 2, "aligned": True}
+    how = {"padded_groups": padded, "precision": precision, **layer}
+    owner = owner if layer["splits"] == 1 else {**owner, "out": "*fp32"}
+    options = {"num_warps": num_warps, "num_stages": 2, "aligned": True}
     found = compiled(triton_attention._attend, dtype, _HOPPER, owner, **options, **sizes, **how)
     assert ("mma" in found["ptx"]) == (dtype == "bf16")
+    assert stack_bytes(found["cubin"], tmp_path) <= (32 if (dtype, dim) == ("fp32", 256) else 0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_merge_of_parts(dtype: str, tmp_path: Path) -> None:
+    from rhymerl.engine import tiles, triton_attention
+
+    sizes = {"dim": 256, "padded_dim": 256, "splits": tiles._MOST_SPLITS}
+    found = compiled(triton_attention._merge, dtype, _HOPPER, {}, num_warps=1, aligned=True, **sizes)
     assert stack_bytes(found["cubin"], tmp_path) == 0
 
 
