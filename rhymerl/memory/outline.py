@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from rhymerl.models.critic import Critic
+from rhymerl.models.decoder import decoder_of
 from rhymerl.models.lora import adapter_parameters
-from rhymerl.models.recurrent import WITHOUT_KEYS, state_bytes
+from rhymerl.models.recurrent import WITHOUT_KEYS, kept_bytes, recurrent_modules, state_bytes
 from rhymerl.models.sharding import gathered_together
 
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
 _FULL = 4  # bytes that adapters and value heads keep at least, whatever the rest is cast to
 
 
@@ -114,6 +117,9 @@ class ModelShape:
     parameters: int  # without adapters
     layers: int
     layers_with_keys: int
+    recurrent_layers: int
+    recurrent_bytes: int  # that one of these keeps of a token for a backward
+    mlps: int
     state_bytes: int  # that an engine keeps of a request in layers without keys
     hidden: int
     intermediate: int
@@ -138,11 +144,17 @@ def model_shape(
     heads = config.num_attention_heads
     own = set(map(id, adapter_parameters(model)))
     size = itemsize or model.dtype.itemsize
-    without = sum(kind in WITHOUT_KEYS for kind in getattr(config, "layer_types", None) or ())
+    kinds = getattr(config, "layer_types", None) or ()
+    without = sum(kind in WITHOUT_KEYS for kind in kinds)
+    recurrent = recurrent_modules(decoder_of(model))
+    computed = _DTYPES[compute_itemsize or size]
     return ModelShape(
         parameters=sum(each.numel() for each in model.parameters() if id(each) not in own),
         layers=config.num_hidden_layers,
         layers_with_keys=config.num_hidden_layers - without,
+        recurrent_layers=len(recurrent),
+        recurrent_bytes=kept_bytes(recurrent[0], config.hidden_size, computed) if recurrent else 0,
+        mlps=sum(kind in ("mlp", "moe") for kind in kinds) or config.num_hidden_layers,
         state_bytes=state_bytes(model, compute_itemsize or size),
         hidden=config.hidden_size,
         intermediate=int(np.max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)),

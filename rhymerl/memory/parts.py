@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from rhymerl.memory.base import CONTEXT_BYTES, GIB, EngineShape, Setup
-from rhymerl.memory.outline import Weight, total_bytes
+from rhymerl.memory.outline import ModelShape, Weight, total_bytes
 from rhymerl.models.sharding import BLOCK_BYTES
 
 _RESERVE_BYTES = 2 * GIB  # weights on their way to an engine, workspaces of kernels, batches
@@ -99,29 +100,49 @@ def kv_tokens_beside(setup: Setup | None, engine: EngineShape, free_bytes: int) 
 # -- the backward ------------------------------------------------------------------------------------------------------
 
 
-def layer_bytes(setup: Setup) -> int:
-    """Return the bytes a layer keeps per token for backward, as in transformers' modules (SDPA, nothing compiled).
+class LayerBytes(NamedTuple):
+    """The bytes that parts of layers keep of a token for a backward, each with its norm."""
+
+    attention: int
+    mlp: int
+    recurrent: int
+
+    @property
+    def layer(self) -> int:
+        """Return those of a layer that keeps the most."""
+        return max(self.attention, self.recurrent) + self.mlp
+
+    def total(self, model: ModelShape) -> int:
+        """Return those of all layers."""
+        return model.layers_with_keys * self.attention + model.recurrent_layers * self.recurrent + model.mlps * self.mlp
+
+
+def layer_bytes(setup: Setup) -> LayerBytes:
+    """Return the bytes of parts of layers, as in transformers' modules (SDPA, nothing compiled).
 
     With hidden size H, attention width A, intermediate size I, b bytes an element and s in the residual stream (b, or a
     weight's under autocast):
 
-    - two norms compute in at least 4 bytes and keep their input and, in s, the normalised one: 2 H (max(4, s) + s)
+    - a norm computes in at least 4 bytes and keeps its input and, in s, the normalised one: H (max(4, s) + s)
     - attention keeps query, key, value and output, key and value counted as if expanded to all heads: 4 A b
     - the MLP keeps gate, silu(gate) and up: 3 I b
-    - linear layers keep their inputs for the gradient of their weights: (2 H + A + I) b, one for q, k and v and one for
-      gate and up. A copy for each layer is made where each casts for itself, under autocast and for adapters wider than
-      the model: (5 H + A + I) times the bytes of the copy.
+    - linear layers keep their inputs for the gradient of their weights: (H + A) b, one for q, k and v, and (H + I) b,
+      one for gate and up. A copy for each layer is made where each casts for itself, under autocast and for adapters
+      wider than the model: (3 H + A) and (2 H + I) times the bytes of the copy.
     - eager attention keeps its scores; flash and memory-efficient kernels keep none.
+    - recurrent layers: `rhymerl.models.recurrent.kept_bytes`.
     """
     model, b, stream = setup.model, setup.compute_itemsize, setup.stream_itemsize
     h, a, i = model.hidden, model.attention, model.intermediate
     scores = model.heads * model.longest_tokens * (4 + setup.itemsize) if setup.is_eager else 0
-    kept = 2 * h * (max(4, stream) + stream) + 4 * a * b + 3 * i * b + scores
-    if setup.is_cast:
-        return kept + (5 * h + a + i) * b
-    if setup.has_adapters and b < 4:
-        return kept + (5 * h + a + i) * 4
-    return kept + (2 * h + a + i) * b
+    norm = h * (max(4, stream) + stream)
+    is_copied = setup.is_cast or (setup.has_adapters and b < 4)
+    copy = b if setup.is_cast or not is_copied else 4
+    return LayerBytes(
+        attention=norm + 4 * a * b + scores + ((3 if is_copied else 1) * h + a) * copy,
+        mlp=norm + 3 * i * b + ((2 if is_copied else 1) * h + i) * copy,
+        recurrent=norm + model.recurrent_bytes,
+    )
 
 
 def _activations(setup: Setup) -> int:
@@ -129,11 +150,11 @@ def _activations(setup: Setup) -> int:
 
     With checkpointing a layer keeps its input, and one at a time all the rest.
     """
-    model, layer = setup.model, layer_bytes(setup)
+    model, found = setup.model, layer_bytes(setup)
     if setup.activation_checkpointing:
-        a_token = model.layers * model.hidden * setup.stream_itemsize + 2 * layer
+        a_token = model.layers * model.hidden * setup.stream_itemsize + 2 * found.layer
     else:
-        a_token = (model.layers + 1) * layer
+        a_token = found.total(model) + found.layer
     backbones = 2 if setup.has_own_critic else 1
     casts = total_bytes(setup.tensors.updated) // setup.itemsize * setup.compute_itemsize if setup.is_cast else 0
     return backbones * setup.tokens * a_token + casts

@@ -1,7 +1,7 @@
 """What a layer needs of attention beside the causal mask: a window or chunks, scores that are soft-capped, sinks.
 
 Each layer says what it needs when it calls transformers' attention interface; of chunks, and of the windows of some
-models (Qwen2-MoE), only its config knows.
+models (Qwen2-MoE, Phi-MoE), only its config knows.
 Proofs compare that with the model's own forward.
 """
 
@@ -65,10 +65,10 @@ def unsaid_window(layer: Any) -> int | ChunkedWindow | None:
     """Return the window or chunks of a layer that hands nothing but a mask of them to the interface."""
     config: Any = getattr(layer, "config", None)
     kinds = getattr(config, "layer_types", None)
-    kind = kinds[layer.layer_idx] if kinds else None
+    kind = kinds[layer.layer_idx] if kinds else "sliding_attention"
     if kind == "chunked_attention":
         return ChunkedWindow(config.attention_chunk_size)
-    return config.sliding_window if kind == "sliding_attention" else None
+    return getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
 
 
 def at_positions(layer: Any, query: Tensor, positions: Tensor) -> Tensor:

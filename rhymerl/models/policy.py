@@ -58,6 +58,7 @@ class Policy:
     def __post_init__(self) -> None:
         limit_tokens(self.model, self.tokenizer)
         freeze_towers(self.model)
+        _keep_experts(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +133,13 @@ class Policy:
             shutil.copy(path, directory)
 
 
+def _keep_experts(model: PreTrainedModel) -> None:
+    """Let config.json say how experts are computed, which transformers leaves out, where that is not its default."""
+    chosen = model.config._experts_implementation
+    if chosen not in (None, model.get_correct_experts_implementation(None)):
+        model.config.experts_implementation = chosen
+
+
 def named(model: PreTrainedModel) -> str:
     """Return how an error message names a model: by the setting that it came from, and its class."""
     path = model.name_or_path
@@ -189,10 +197,10 @@ _OF_OTHER_HEADS = ("summary_first_dropout", "classifier_dropout")  # than that o
 
 
 def is_random(model: PreTrainedModel) -> bool:
-    """Return whether its passes in training mode differ from those in evaluation mode: it has a dropout."""
+    """Return whether its passes in training mode follow chance: it has a dropout, or its routers have a jitter."""
     settings = model.config.get_text_config().to_dict().items()
     in_config = any(
-        "drop" in name and name not in _OF_OTHER_HEADS and isinstance(value, float) and value > 0
+        ("drop" in name or "jitter" in name) and name not in _OF_OTHER_HEADS and isinstance(value, float) and value > 0
         for name, value in settings
     )
     return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in language_modules(model))

@@ -11,19 +11,23 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from rhymerl.types import IndexArray
 
 WITHOUT_KEYS = frozenset({"conv", "linear_attention", "mlp", "moe"})  # kinds of layers of hybrids
 RECURRENT = frozenset({"conv", "linear_attention", "hybrid"})  # those with a state that goes from token to token
+_OUTLINED = 1024  # tokens: some chunks of all rules
 # What modules say of the numbers in the state of a gated delta net, and of Mamba 2.
 _SIZES = (("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "head_dim", "ssm_state_size"))
 
@@ -32,12 +36,54 @@ def state_bytes(model: nn.Module, itemsize: int) -> int:
     """Return what an engine keeps of a row's past in layers without keys; states are in float32 at least."""
     found = 0
     for each in model.modules():
-        if isinstance(each, nn.Conv1d) and each.groups == each.in_channels > 1:
+        if isinstance(each, nn.Conv1d) and _is_convolution(each):
             found += each.in_channels * (each.kernel_size[0] - 1) * itemsize
         for names in _SIZES:
             if all(hasattr(each, name) for name in ("A_log", *names)):
                 found += math.prod(getattr(each, name) for name in names) * max(4, itemsize)
     return found
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of layers that go from token to token: each has a convolution."""
+    return [each for each in model.modules() if any(map(_is_convolution, each.children()))]
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
+
+
+def kept_bytes(module: nn.Module, hidden: int, dtype: torch.dtype) -> int:
+    """Return what a module of a layer keeps of a token for a backward: what autograd saves, without any content.
+
+    The rules are transformers' in torch; kernels, which keep less, take no tensors without content. 0 of a module that
+    takes more than tokens, whose states neither the engine nor a shared prompt knows.
+    """
+    plug_in(module, "rhymerl_outline", dict.fromkeys(BEHIND_PROMPTS, _in_torch))
+    parts = (*module.named_parameters(), *module.named_buffers())
+    weights = {
+        name: torch.empty(each.shape, dtype=dtype, device="meta", requires_grad=isinstance(each, nn.Parameter))
+        for name, each in parts  # each may be this rank's part of a tensor
+    }
+    tokens = torch.empty(1, _OUTLINED, hidden, dtype=dtype, device="meta", requires_grad=True)
+    own = [each.untyped_storage()._cdata for each in weights.values()]
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with (
+        torch.enable_grad(),
+        suppress(TypeError),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        functional_call(module, weights, (tokens,), {"rhymerl_outline": True})
+    return sum(each.nbytes() for number, each in kept.items() if number not in own) // _OUTLINED
+
+
+def _in_torch(*args: Any, rhymerl_plain: Callable[..., Any], rhymerl_outline: bool, **settings: Any) -> Any:
+    return unwrap(rhymerl_plain)(*args, **settings)
 
 
 def at(rows: Tensor, indices: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ class UpdateSettings:
         body = critic.body if critic is not None else None
         for each in filter(None, (model, teacher, body)) if self.share_prefixes else ():
             reason = (
-                "it has a dropout" if is_random(each) else prove_sharing(decoder_of(each), longest_tokens, model=each)
+                "it has a dropout or a jitter"
+                if is_random(each)
+                else prove_sharing(decoder_of(each), longest_tokens, model=each)
             )
             if reason is not None:
                 if is_first_rank():
@@ -139,9 +141,9 @@ class UpdateSettings:
             )
         if is_random(model) and is_first_rank():
             _LOG.warning(
-                "%s has a dropout: which inputs it leaves out follows from how a step is cut into micro-batches, so its gradient "
-                "depends on update.micro_batch_tokens and on the number of ranks; set the dropout of the model (config.json) or of "
-                "the adapter to 0 for gradients that do not",
+                "%s has a dropout, or a jitter of its routers: what that draws follows from how a step is cut into micro-batches, so its "
+                "gradient depends on update.micro_batch_tokens and on the number of ranks; set the dropout and the jitter of the model "
+                "(config.json) or the dropout of the adapter to 0 for gradients that do not",
                 named(model),
             )
 

@@ -101,6 +101,16 @@ def test_sharded_memory_has_a_row_for_each_number_of_ranks(run: Run) -> None:
     assert rows[1]["state / none"] == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow
+def test_layer_kinds_have_a_row_a_model_and_keys_bounded_by_a_window(run: Run) -> None:
+    words = ("--rows", "1", "--tokens", "15", "--answers", "60", "200", "--window", "16", "--repeats", "1")
+    llama, hybrid, short, long = run("drafting.layer_kinds", *words, "--threads", "1")["rows"]
+    assert (llama["model"], hybrid["model"], llama["over llama"]["median"]) == ("llama", "hybrid", 1)
+    assert 45 < llama["million"] < 55 > hybrid["million"] > 45
+    assert llama["tokens a pass"] > 3 < hybrid["tokens a pass"]  # half of the drafts
+    assert long["slots with"] == short["slots with"] < short["slots without"] < long["slots without"]
+
+
 def test_draft_overhead_has_a_row_a_cell(run: Run) -> None:
     words = ("--rows", "1", "2", "--tokens", "4", "--policies", "random", "--prompts", "fresh", "--seconds", "0")
     rows = run("drafting.draft_overhead", *words, "--limit", "1000")["rows"]

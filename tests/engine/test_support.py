@@ -127,8 +127,6 @@ def test_rounding_is_no_reason_to_refuse(dtype, factor):
         assert torch.equal(each, weights[name])
 
 
-# Its layers hide what is behind a window in their masks alone, and no config says which layers these are.
-WINDOW_IN_MASKS = {"sliding_window": 8}
 LIGHTNING = {"layer_types": ["linear_attention", "full_attention"]}
 
 
@@ -150,11 +148,6 @@ def test_a_hybrid_of_16_bits_is_proved_although_its_layers_read_the_weights_of_t
         ("minimax", {**LIGHTNING, "num_local_experts": 2, "num_experts_per_tok": 1}, "MiniMax uses cache of its own"),
         ("jamba", {}, "ValueError"),
         ("mamba", {}, "log-probs of a packed token tree differ"),
-        (
-            "phimoe",
-            {**WINDOW_IN_MASKS, "num_local_experts": 2, "num_experts_per_tok": 1},
-            "log-probs of a packed token tree differ",
-        ),
     ],
 )
 def test_families_that_it_cannot_run_are_named_with_the_reason(model_type, settings, reason):

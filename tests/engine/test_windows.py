@@ -300,3 +300,13 @@ def test_keys_that_nobody_sees_are_free_and_change_no_token(family, window, draf
     if reach is not None:
         assert most <= rows * (reach + _LATE)
         assert most < all_of_them
+
+
+def test_requests_run_side_by_side_in_the_slots_that_windows_leave_free(monkeypatch):
+    """Admission counts slots that are free, whatever a request has had before."""
+    found, _, engine = play_in(190, None)
+    assert engine.admission.num_preemptions == 0
+    monkeypatch.setattr(KVStore, "reach", None)
+    expected, _, whole = play_in(190, None)
+    assert whole.admission.num_preemptions > 0, "the case is too easy"
+    assert_same(found, expected)

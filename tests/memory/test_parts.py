@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -12,9 +15,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rhymerl.memory.base import GIB, EngineShape, Setup
+from rhymerl.memory.outline import model_shape
 from rhymerl.memory.parts import kv_tokens_beside, layer_bytes, rank_memory
 from rhymerl.models.lora import LoRA
 from tests.memory.sizes import setup_of_sizes
+from tests.models.hybrid import hybrid_model
+from tests.models.small import small_model
 
 QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
     "layers": 24,
@@ -47,7 +53,7 @@ TRUE = setup_of_sizes(**QWEN, itemsize=2, compute_itemsize=2)
     ids=["float32", "mixed", "bfloat16", "adapters", "scores"],
 )
 def test_what_a_layer_keeps_of_a_token(setup: Setup, expected: int) -> None:
-    assert layer_bytes(setup) == expected
+    assert layer_bytes(setup).layer == expected
 
 
 def test_the_update_of_half_a_billion_weights() -> None:
@@ -108,7 +114,9 @@ def model_of(dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
-def kept_bytes(model: PreTrainedModel, context: Callable[[], AbstractContextManager[object]]) -> int:
+def kept_bytes(
+    model: PreTrainedModel, context: Callable[[], AbstractContextManager[object]], *, tokens: int = TOKENS
+) -> int:
     """What the layers keep for a backward, each storage once, without weights and their copies."""
     weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
     shapes = {each.shape for each in model.parameters()} | {
@@ -122,7 +130,7 @@ def kept_bytes(model: PreTrainedModel, context: Callable[[], AbstractContextMana
             found[storage.data_ptr()] = storage
         return tensor
 
-    ids = torch.arange(TOKENS)[None] % 50
+    ids = torch.arange(tokens)[None] % 50
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), context():
         states = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     assert states.requires_grad
@@ -153,9 +161,68 @@ def test_layers_keep_what_is_said(case: tuple, adapters: bool) -> None:
     if adapters:
         pytest.importorskip("peft")
         LoRA().put_on(model, seed=0)
-    said = LAYERS * TOKENS * layer_bytes(setup_for(model, itemsize, adapters=int(adapters)))
+    said = LAYERS * TOKENS * layer_bytes(setup_for(model, itemsize, adapters=int(adapters))).layer
     kept = kept_bytes(model, context)
     assert 0.85 * said < kept < 1.1 * said
+
+
+# Heads as wide, for the size of a model, as those of the real ones.
+WIDE: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+}
+DELTA_NETS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+HEADS = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 64}
+MAMBA = {"granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"}
+SIZES: dict[str, dict[str, Any]] = {
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "qwen3_5_text": {**DELTA_NETS, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "olmo_hybrid": {**DELTA_NETS, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "granitemoehybrid": {**HEADS, "shared_intermediate_size": INTERMEDIATE},
+    "bamba": HEADS,
+    "falcon_h1": {**HEADS, "mamba_d_ssm": 512},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64, "chunk_size": 64},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("family", SIZES)
+def test_hybrids_keep_what_is_said(family: str, case: tuple) -> None:
+    """Within a fifth; of Mamba 2 under autocast, which casts products within the scan, up to 0.3 too much is said."""
+    dtype, context, itemsize = case
+    model = hybrid_model(family, dtype=dtype, **{**WIDE, **SIZES[family]}).train()
+    shape = model_shape(model, 1, compute_itemsize=itemsize)
+    setup = replace(setup_for(model, itemsize, adapters=0), model=shape)
+    said = 512 * layer_bytes(setup).total(shape)
+    kept = kept_bytes(model, context, tokens=512)
+    print(f"{family}: {kept / said:.2f} of what is said")
+    least = 0.7 if context is autocast and family in MAMBA else 0.8
+    assert least * said < kept < 1.2 * said
+
+
+def test_what_recurrent_layers_keep_is_found_without_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are wrapped around the rules in torch, and take no tensors without content."""
+    model = hybrid_model("qwen3_5_text")
+    expected = model_shape(model, 64)
+    source = sys.modules[type(model).__module__]
+
+    @wraps(unwrap(source.torch_chunk_gated_delta_rule))
+    def kernel(*args: Any, **settings: Any) -> None:
+        raise RuntimeError("no kernel for a tensor without content")
+
+    monkeypatch.setattr(source, "torch_chunk_gated_delta_rule", kernel)
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(1, 4).long())
+    assert model_shape(model, 64) == expected
+
+
+def test_layers_that_take_more_than_tokens_are_left_out() -> None:
+    assert model_shape(small_model("recurrent_gemma"), 64).recurrent_bytes == 0
 
 
 def test_keys_and_values_get_nine_tenths_of_what_is_left_beside_the_update() -> None:

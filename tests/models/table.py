@@ -49,7 +49,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "glm4_moe": _SMALL_EXPERTS,
     "exaone_moe": _SMALL_EXPERTS,
     "afmoe": _SMALL_EXPERTS,
-    "phimoe": {**_EXPERTS, **_WINDOW},
     "deepseek_v32": LATENT,
     "jamba": _EXPERTS,
     "minimax": _EXPERTS,

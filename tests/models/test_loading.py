@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rhymerl.errors import ConfigError
+from rhymerl.models.copies import twin_of
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.deferred import files_of
 from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.testing import tiny_policy
+from tests.models.small import SMALL
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -53,6 +55,25 @@ def test_weights_that_are_missing_are_named(change, words, tmp_path):
         PolicySource(path).load()
     with pytest.raises(ConfigError, match=r"^critic\.path"):
         CriticSettings(path=path).build(tiny_policy(), seed=0)
+
+
+@pytest.mark.parametrize("chosen", ["eager", None])
+def test_how_experts_are_computed_is_saved_where_it_was_chosen(chosen, tmp_path):
+    """transformers' own way has no float64."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": chosen}
+    first = PolicySource(init={**SMALL, "model_type": "mixtral", **experts}, dtype="float64").load()
+    way = first.model.config._experts_implementation
+    assert (way == "eager") == (chosen == "eager")
+    policy = first
+    for name in ("once", "twice"):
+        policy.save(tmp_path / name)
+        assert ("experts_implementation" in (tmp_path / name / "config.json").read_text()) == (chosen is not None)
+        policy = PolicySource(str(tmp_path / name), dtype="float64").load()
+        assert policy.model.config._experts_implementation == way
+    twin = twin_of(policy)
+    assert twin.model.config._experts_implementation == way
+    if chosen is not None:
+        assert twin.model(torch.arange(5)[None]).logits.isfinite().all()
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path):

@@ -25,6 +25,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "max_window_layers": 1,
     },
+    "phimoe": {**_EXPERTS, "router_jitter_noise": 0.0},
     "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
     "gemma3_text": {
         "query_pre_attn_scalar": 8,

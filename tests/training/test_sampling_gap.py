@@ -100,15 +100,28 @@ def test_in_float64_one_policy_has_no_gap_but_the_one_that_replay_takes_out(in_d
         assert math.isnan(parts_of(run_update(untold)[1])[2])
 
 
+def forgetting(one: Sample) -> Sample:
+    """The sample without what truncation had left at its tokens."""
+    return replace(one, completion=replace(one.completion, output=replace(one.completion.output, kept=None)))
+
+
+def test_masses_stand_at_their_tokens_and_are_0_where_nothing_is_known() -> None:
+    first, *others = drawn(top_p=0.8)
+    samples = [forgetting(first), *others]
+    found = step_batch(samples, 1).log_masses
+    assert found is not None
+    for row, each in zip(found.numpy(), samples, strict=True):
+        expected = each.completion.output.log_masses
+        np.testing.assert_array_equal(row, np.pad(expected, (0, len(row) - len(expected))))
+    assert not found[0].any()
+    assert found[1:].any()
+
+
 def test_without_replay_the_ratio_would_be_off_by_that_part(in_double):  # noqa: F811
     """The whole policy is trained, on tokens that the truncated one has sampled."""
     samples = drawn(top_p=0.8)
     truncation = parts_of(run_update(samples)[1])[2]
-    forgotten = [
-        replace(each, completion=replace(each.completion, output=replace(each.completion.output, kept=None)))
-        for each in samples
-    ]
-    assert parts_of(run_update(forgotten)[1]) == pytest.approx(
+    assert parts_of(run_update([forgetting(each) for each in samples])[1]) == pytest.approx(
         [truncation, 0.0, math.nan, truncation], rel=1e-9, nan_ok=True
     )
 

@@ -19,6 +19,7 @@ from rhymerl.testing import ScriptedBackend, tiny_policy
 from rhymerl.training.checks import check_algorithm, warn_of_parts
 from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.trainer import follow_trainer
+from tests.models.windowed import windowed_model
 from tests.training.updates import first_policy
 
 
@@ -71,12 +72,24 @@ def test_the_policys_schedule_begins_when_it_begins_to_move(shared):
     assert of_critic == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
 
 
-def test_dropout_is_warned_of(caplog):
-    UpdateSettings().warn(first_policy().model)
-    assert not caplog.records
-    UpdateSettings().warn(first_policy(0.3).model)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+@pytest.mark.parametrize("jitter", [False, True])
+def test_what_follows_chance_is_warned_of(jitter, caplog):
+    """Phi-MoE draws its experts in training mode, unless its jitter is 0."""
+    first, second = (
+        [windowed_model("phimoe", router_jitter_noise=each) for each in (0.0, 0.5)]
+        if jitter
+        else [first_policy(each).model for each in (0.0, 0.3)]
+    )
+    UpdateSettings().warn(first)
+    assert not [record for record in caplog.records if "micro_batch_tokens" in record.getMessage()]
+    UpdateSettings().warn(second)
+    assert caplog.records[-1].levelname == "WARNING"
     assert "update.micro_batch_tokens" in caplog.text
+    torch.manual_seed(0)
+    ids = torch.arange(2, 18)[None]
+    for model, is_random in ((first, False), (second, True)):
+        one, other = (model.train()(ids).logits for _ in range(2))
+        assert torch.equal(one, other) != is_random
 
 
 @pytest.mark.parametrize(

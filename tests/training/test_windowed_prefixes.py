@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from rhymerl.models import shared_prefixes
+from rhymerl.models import attention, shared_prefixes
 from rhymerl.models.attention import ChunkedWindow, last_seen
 from rhymerl.models.proof import prove_sharing
 from rhymerl.models.shared_prefixes import SharedLayout
 from rhymerl.testing import make_prompt
 from rhymerl.training.settings import UpdateSettings
-from tests.models.small import small_model
 from tests.models.test_logprobs import answered
 from tests.models.windowed import CHUNKED, FAMILIES, LATENTS, WINDOWED, InDouble, windowed_model
 from tests.products import pairs_first, values_first
@@ -117,9 +116,9 @@ def test_scores_that_are_left_as_they_are_are_found_out(family, monkeypatch):
     assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
 
 
-def test_a_model_whose_layers_do_not_say_their_window_computes_row_by_row_and_says_why(caplog):
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
-    model = small_model("phimoe", **experts, sliding_window=16)
+def test_a_model_whose_layers_do_not_say_their_window_computes_row_by_row_and_says_why(caplog, monkeypatch):
+    monkeypatch.setattr(attention, "unsaid_window", lambda layer: None)
+    model = windowed_model("phimoe", dtype=torch.float32, sliding_window=16)
     with caplog.at_level("WARNING"):
         assert not UpdateSettings().prove(model, 64)
     assert "its states behind a shared prompt are others" in caplog.text
