@@ -230,11 +230,12 @@ def _of_no_family(model: PreTrainedModel) -> Iterator[None]:
 
     Else it takes dense layers of a model with experts for the experts that had their names in transformers 4.
     """
-    model.config.model_type = ""
+    config: Any = model.config
+    config.model_type = ""
     try:
         yield
     finally:
-        del model.config.model_type  # the class has it
+        del config.model_type  # the class has it
 
 
 def _in_full(data: Tensor) -> Tensor:

@@ -13,5 +13,6 @@ def test_the_table_of_families_is_what_the_proofs_say():
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     found = table()
     assert len(lines) == len(found)
-    for line, now in zip(lines, found, strict=True):  # whether parts in float32 make a difference is each processor's own
+    # Whether parts in float32 make a difference is each processor's own.
+    for line, now in zip(lines, found, strict=True):
         assert line.replace(EXACT, SINGLE) == now.replace(EXACT, SINGLE)
