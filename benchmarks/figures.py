@@ -64,6 +64,7 @@ SOURCES = {  # by the name of the file, but for its date and suffix
         command="benchmarks.emulation.headline --plot benchmarks/results/headline_xeon-2core_202611.png",
         judges=_STEP + _SCHEDULES,
     ),
+    "layer_kinds_epyc-2core": Source(command="benchmarks.drafting.layer_kinds", judges=_ROLLOUT),
     "longer_task_epyc-2core-smollm2": Source(
         command="benchmarks.drafting.longer_task model.path=policies/smollm2_sums trainer.precision=bf16-mixed",
         judges=_ROLLOUT,
