@@ -19,7 +19,6 @@ from benchmarks.figures import RESULTS, ROOT, SOURCES, changes_since, command_of
 FILES = [path for path in sorted(RESULTS.iterdir()) if path.suffix in (".json", ".jsonl", ".txt")]
 DIRTY = {  # taken with changes that no commit has: to be taken again on a quiet machine
     "rollout_speed_xeon-2core",
-    "shared_prefixes_epyc-2core",
 }
 SHORTENED = {"arctic", "traces"}  # in the file
 
