@@ -226,8 +226,9 @@ class Forward:
             kind = CompiledSteps if self.is_on_host and dtype == torch.float32 else TorchSteps
         proved: list[object] = [kind, dtype, self._inputs.device, *modules]
         if self._proved != proved:
-            self._proved, self._direct = proved, None
+            self._direct = None
             self._prove(kind, has_kernels=takes_kernels(self._inputs.device, dtype))
+            self._proved = proved
         if self._steps is None:
             return None
         if self._direct is None or (self._is_stale and not self._is_cast()):
@@ -251,9 +252,8 @@ class Forward:
             return
         if self._steps is not None and self._is_right("kernels between products", self._difference_of_steps):
             self._steps = TritonSteps
-        tile_tokens = _tile_tokens(self.model.config.get_text_config(), self._product_dtype())
-        if self._is_right("kernels for attention", lambda: self._difference_of_tiles(tile_tokens)):
-            self._tile_tokens = tile_tokens
+        if self._is_right("kernels for attention", lambda: self._difference_of_tiles(self._tokens_of_tiles())):
+            self._tile_tokens = self._tokens_of_tiles()
 
     def _compare(self, kind: type[TorchSteps]) -> bool:
         """Return whether two prompts with draft trees get equal log-probs directly and by transformers; warn if not."""
@@ -300,6 +300,18 @@ class Forward:
         self._run(DirectForward(self.model, example.store, steps), example.store, example.layout)
         return steps.difference
 
+    def _tokens_of_tiles(self) -> Callable[[int], int]:
+        """Return the tokens of a tile by the widest row of a pass; layers may differ in their heads of keys."""
+        heads, dtype = self.model.config.get_text_config().num_attention_heads, self._product_dtype()
+        groups = max(heads // each.keys.shape[1] for each in self.store.stores if each.is_initialized)
+
+        def tokens(widest: int) -> int:
+            from rhymerl.engine.triton_attention import tokens_of_a_tile
+
+            return tokens_of_a_tile(groups, dtype, widest=widest)
+
+        return tokens
+
     def _difference_of_tiles(self, tile_tokens: Callable[[int], int]) -> float:
         """Return the largest one of attention in a layer, as a share of the largest number; windows are narrow."""
         found = 0.0
@@ -338,18 +350,6 @@ class _Example:
 def takes_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether Triton's kernels are for this device and type of number."""
     return device.type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-
-
-def _tile_tokens(config: Any, dtype: torch.dtype) -> Callable[[int], int]:
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    groups = config.num_attention_heads // kv_heads
-
-    def tokens(widest: int) -> int:
-        from rhymerl.engine.triton_attention import tokens_of_a_tile
-
-        return tokens_of_a_tile(groups, dtype, widest=widest)
-
-    return tokens
 
 
 def _arrays(bucket: BucketLayout, num_tokens: int) -> dict[str, npt.NDArray[Any]]:

@@ -160,9 +160,15 @@ def model_shape(
         intermediate=int(np.max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)),
         vocabulary=config.vocab_size,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=_largest(config, "num_key_value_heads") or heads,
+        head_size=_largest(config, "head_dim") or config.hidden_size // heads,
         itemsize=size,
         compute_itemsize=compute_itemsize or size,
         longest_tokens=longest_tokens,
     )
+
+
+def _largest(config: Any, name: str) -> int:
+    """Return a size that may be another one in each layer (Gemma 4): the largest; 0 where the config has none."""
+    layers = getattr(config, "per_layer_config", None)
+    return max(getattr(each, name, None) or 0 for each in (layers if layers is not None else [config]))

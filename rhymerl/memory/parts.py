@@ -107,10 +107,10 @@ class LayerBytes(NamedTuple):
     mlp: int
     recurrent: int
 
-    @property
-    def layer(self) -> int:
-        """Return those of a layer that keeps the most."""
-        return max(self.attention, self.recurrent) + self.mlp
+    def layer(self, model: ModelShape) -> int:
+        """Return those of a layer that keeps the most: some have attention beside what is recurrent."""
+        has_both = model.layers_with_keys + model.recurrent_layers > model.layers
+        return (sum if has_both else max)((self.attention, self.recurrent)) + self.mlp
 
     def total(self, model: ModelShape) -> int:
         """Return those of all layers."""
@@ -152,9 +152,9 @@ def _activations(setup: Setup) -> int:
     """
     model, found = setup.model, layer_bytes(setup)
     if setup.activation_checkpointing:
-        a_token = model.layers * model.hidden * setup.stream_itemsize + 2 * found.layer
+        a_token = model.layers * model.hidden * setup.stream_itemsize + 2 * found.layer(model)
     else:
-        a_token = found.total(model) + found.layer
+        a_token = found.total(model) + found.layer(model)
     backbones = 2 if setup.has_own_critic else 1
     casts = total_bytes(setup.tensors.updated) // setup.itemsize * setup.compute_itemsize if setup.is_cast else 0
     return backbones * setup.tokens * a_token + casts

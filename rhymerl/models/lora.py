@@ -31,8 +31,8 @@ _BASE = ".base_layer."  # in the names of an adapted layer's own parameters
 class LoRA:
     """Adapters on the linear layers whose names end with one of `targets`, such as q_proj.
 
-    None: on all but the head, and the output layers of Mamba mixers, whose weights fused kernels read themselves. In
-    updates a share `dropout` of the adapters' inputs is left out.
+    None: on all but the head. Experts are no layers, and the output layers of Mamba mixers, whose weights fused kernels
+    read themselves, get none. In updates a share `dropout` of the adapters' inputs is left out.
     """
 
     rank: int = at_least(1, 16)
@@ -58,7 +58,7 @@ class LoRA:
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=self._found_in(model),
-            exclude_modules=_of_towers(model) or None,
+            exclude_modules=[*_of_towers(model), *(_read_by_kernels(model) if self.targets else ())] or None,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -69,15 +69,14 @@ class LoRA:
         """Return names of layers. Peft's own "all-linear" is not used: it means parameters too that are no layers."""
         head = model.get_output_embeddings()
         is_tied = model.config.tie_word_embeddings
-        towers = set(_of_towers(model))
+        spared = {*_of_towers(model), *_read_by_kernels(model)}
         layers = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and not (is_tied and module is head) and name not in towers
+            if isinstance(module, nn.Linear) and not (is_tied and module is head) and name not in spared
         }
         if self.targets is None:
-            fused = _read_by_kernels(model)
-            return [name for name, module in layers.items() if module is not head and name not in fused]
+            return [name for name, module in layers.items() if module is not head]
         given = f"adapter.targets={list(self.targets)}"
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         for target in self.targets:

@@ -134,16 +134,17 @@ class Policy:
 
 
 def _keep_experts(model: PreTrainedModel) -> None:
-    """Let config.json say how experts are computed, which transformers leaves out, where that is not its default.
+    """Let config.json say how experts are computed, which transformers leaves out, where that is not its default."""
+    chosen = model.config._experts_implementation
+    if chosen not in (None, model.get_correct_experts_implementation(None)):
+        model.config.experts_implementation = chosen
+    suit_experts(model)
 
-    Its default, torch's product of groups, has no float64.
-    """
-    default = model.get_correct_experts_implementation(None)
+
+def suit_experts(model: PreTrainedModel) -> None:
+    """Compute experts one by one in float64, which transformers' default, torch's product of groups, does not know."""
     if model.dtype == torch.float64 and model.config._experts_implementation == "grouped_mm":
         model.set_experts_implementation("eager")
-    chosen = model.config._experts_implementation
-    if chosen not in (None, default):
-        model.config.experts_implementation = chosen
 
 
 def named(model: PreTrainedModel) -> str:

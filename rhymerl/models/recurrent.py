@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
-from inspect import unwrap
+from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import numpy as np
@@ -59,6 +58,8 @@ def kept_bytes(module: nn.Module, hidden: int, dtype: torch.dtype) -> int:
     The rules are transformers' in torch; kernels, which keep less, take no tensors without content. 0 of a module that
     takes more than tokens, whose states neither the engine nor a shared prompt knows.
     """
+    if _takes_more_than_tokens(module):
+        return 0
     plug_in(module, "rhymerl_outline", dict.fromkeys(BEHIND_PROMPTS, _in_torch))
     parts = (*module.named_parameters(), *module.named_buffers())
     weights = {
@@ -73,13 +74,14 @@ def kept_bytes(module: nn.Module, hidden: int, dtype: torch.dtype) -> int:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    with (
-        torch.enable_grad(),
-        suppress(TypeError),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         functional_call(module, weights, (tokens,), {"rhymerl_outline": True})
     return sum(each.nbytes() for number, each in kept.items() if number not in own) // _OUTLINED
+
+
+def _takes_more_than_tokens(module: nn.Module) -> bool:
+    needed = [each for each in signature(module.forward).parameters.values() if each.default is Parameter.empty]
+    return sum(each.kind is Parameter.POSITIONAL_OR_KEYWORD for each in needed) > 1
 
 
 def _in_torch(*args: Any, rhymerl_plain: Callable[..., Any], rhymerl_outline: bool, **settings: Any) -> Any:

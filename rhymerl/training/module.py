@@ -33,7 +33,7 @@ from rhymerl.history import HistoryStore
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.lora import check_adapters, in_full_precision
-from rhymerl.models.policy import Policy, PolicySource
+from rhymerl.models.policy import Policy, PolicySource, suit_experts
 from rhymerl.models.sharding import is_sharded
 from rhymerl.progress import SILENT
 from rhymerl.rewards import Reward, RewardScorer
@@ -158,9 +158,10 @@ class RhymeModule(L.LightningModule):
         self.save_hyperparameters(arguments_of(self, source))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RhymeModule:
-        """Lightning casts the whole module under bf16-true, after it has restored a checkpoint."""
+        """Lightning casts the whole module under bf16-true and 64-true, after it has restored a checkpoint."""
         with in_full_precision(self):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        suit_experts(self.model)
         return self
 
     # -- set-up ------------------------------------------------------------------------------------------------
@@ -203,8 +204,7 @@ class RhymeModule(L.LightningModule):
         self.update.warn(self.model, says_routes=self.backend.says_routes)
         datamodule.warn()
         self._trial.warn()
-        parts: Any = {"drafter": self.drafter, "budget": self.budget}
-        warn_of_parts(self.policy, self.rollout, self.backend, self._episodes, **parts)
+        warn_of_parts(self.policy, self.rollout, self.backend, self._episodes, drafter=self.drafter, budget=self.budget)
 
     def on_fit_start(self) -> None:
         self.warn(datamodule_of(self.trainer))

@@ -29,6 +29,7 @@ from rhymerl.models.attention import ChunkedWindow, last_seen
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import Seen, requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same
+from tests.models.small import with_other_heads_by_layer
 from tests.models.windowed import InDouble, windowed_model
 from tests.products import values_first
 
@@ -189,6 +190,17 @@ def test_tokens_behind_windows_are_those_of_the_host(request, family, is_direct)
         done = done_by(engine, asked)
     assert engine.forward.tile_tokens is not None
     assert (engine.forward.kind is not None) == is_direct
+    assert_same(here, done)
+
+
+def test_layers_that_differ_in_their_heads_use_the_kernel(request):
+    model, asked = with_other_heads_by_layer(), make_requests(4, prompt_tokens=(3, 12), max_tokens=16)
+    with InDouble():
+        here = answers(SimpleNamespace(model=model), asked, max_running=3)
+        request.getfixturevalue("device")
+        engine = Engine(model, max_running=3, drafter=RandomTreeDrafter(vocabulary=16))
+        done = done_by(engine, asked)
+    assert engine.forward.tile_tokens is not None
     assert_same(here, done)
 
 

@@ -20,7 +20,7 @@ from rhymerl.memory.parts import kv_tokens_beside, layer_bytes, rank_memory
 from rhymerl.models.lora import LoRA
 from tests.memory.sizes import setup_of_sizes
 from tests.models.hybrid import hybrid_model
-from tests.models.small import small_model
+from tests.models.small import small_model, with_other_heads_by_layer
 
 QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
     "layers": 24,
@@ -53,7 +53,7 @@ TRUE = setup_of_sizes(**QWEN, itemsize=2, compute_itemsize=2)
     ids=["float32", "mixed", "bfloat16", "adapters", "scores"],
 )
 def test_what_a_layer_keeps_of_a_token(setup: Setup, expected: int) -> None:
-    assert layer_bytes(setup).layer == expected
+    assert layer_bytes(setup).layer(setup.model) == expected
 
 
 def test_the_update_of_half_a_billion_weights() -> None:
@@ -161,7 +161,8 @@ def test_layers_keep_what_is_said(case: tuple, adapters: bool) -> None:
     if adapters:
         pytest.importorskip("peft")
         LoRA().put_on(model, seed=0)
-    said = LAYERS * TOKENS * layer_bytes(setup_for(model, itemsize, adapters=int(adapters))).layer
+    setup = setup_for(model, itemsize, adapters=int(adapters))
+    said = LAYERS * TOKENS * layer_bytes(setup).layer(setup.model)
     kept = kept_bytes(model, context)
     assert 0.85 * said < kept < 1.1 * said
 
@@ -233,3 +234,8 @@ def test_keys_and_values_get_nine_tenths_of_what_is_left_beside_the_update() -> 
     assert kv_tokens_beside(MIXED, engine, free) == int(0.9 * 100 * GIB) // 12_288
     assert kv_tokens_beside(None, engine, 3 * GIB) == int(0.9 * GIB) // 12_288  # two are set aside
     assert kv_tokens_beside(MIXED, engine, GIB) == 0
+
+
+def test_of_heads_that_differ_by_layer_the_largest_count():
+    shape = model_shape(with_other_heads_by_layer(), 64)
+    assert (shape.kv_heads, shape.head_size) == (2, 16)

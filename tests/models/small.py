@@ -37,3 +37,22 @@ LATENT = {
 def small_model(model_type: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
     """A model of these and of its family's own settings."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **settings}), dtype=dtype)
+
+
+def with_other_heads_by_layer() -> PreTrainedModel:
+    """A Gemma 4 whose layers with windows have 1 head of keys of 8 numbers, and the others 2 of 16."""
+    torch.manual_seed(0)
+    return small_model(
+        "gemma4_text",
+        dtype=torch.float64,
+        initializer_range=0.3,
+        max_position_embeddings=256,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        vocab_size_per_layer_input=19,
+        hidden_size_per_layer_input=8,
+        num_key_value_heads=1,
+        num_global_key_value_heads=2,
+        global_head_dim=16,
+        attention_k_eq_v=True,
+    ).eval()

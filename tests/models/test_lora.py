@@ -303,6 +303,14 @@ def test_all_layers_of_a_family_are_adapted_but_those_that_fused_kernels_read(fa
     assert bool(of_mamba) == (family in ("falcon_h1", "bamba"))
 
 
+def test_the_output_layer_of_a_mamba_mixer_is_no_target():
+    """A fused kernel reads its weight, so that its adapter would be sampled with and not trained."""
+    with pytest.raises(
+        ConfigError, match=r"adapter.targets=\['out_proj'\]: FalconH1ForCausalLM has no linear layer 'out_proj'"
+    ):
+        LoRA(2, targets=["out_proj"]).put_on(hybrid_model("falcon_h1"), seed=0)
+
+
 def test_adapters_of_another_kind_are_refused():
     for settings, name in (({}, "mine"), ({"use_dora": True}, "default")):
         policy = tiny_policy()
