@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from rhymerl.engine import graphs
 from rhymerl.engine.engine import Engine
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_lossless import answers
+from tests.models.windowed import windowed_model
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +48,22 @@ def test_float32_goes_by_graphs_with_nearly_all_tokens_of_the_cpu(model_type, dr
     assert len(same) >= 0.97 * len(here)
     for name in same:
         np.testing.assert_allclose(there[name].logprobs, here[name].logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "is_direct"), [("mistral", True), ("gemma2", False), ("gpt_oss", False)])
+def test_windows_soft_caps_and_sinks_use_the_kernel(family, is_direct):
+    """Families whose layers are not Llama's go through transformers, to the same kernel."""
+    model, requests = windowed_model(family, dtype=torch.float32), make_requests(24, group_size=4, vocabulary=16)
+    here = answers(SimpleNamespace(model=model), requests, max_running=16)
+    engine = Engine(model.cuda(), drafter=RandomTreeDrafter(vocabulary=16), max_running=16)
+    engine.submit(requests)
+    there = {}
+    while engine.has_work:
+        there |= {each.request.id: each for each in engine.run()}
+    assert engine.forward.tile_tokens is not None
+    assert (engine.forward.kind is not None) == is_direct
+    same = [name for name in here if there[name].token_ids.tolist() == here[name].token_ids.tolist()]
+    assert len(same) >= 0.9 * len(here)
 
 
 def test_graphs_follow_weights_that_change_in_place():
