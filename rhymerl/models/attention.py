@@ -62,7 +62,10 @@ FULL = LayerAttention()
 
 
 def unsaid_window(layer: Any) -> int | ChunkedWindow | None:
-    """Return the window or chunks of a layer that hands nothing but a mask of them to the interface."""
+    """Return the window or chunks of a layer that hands nothing but a mask of them to the interface.
+
+    Where a config names no kinds of layers, its window is that of all.
+    """
     config: Any = getattr(layer, "config", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer.layer_idx] if kinds else "sliding_attention"
