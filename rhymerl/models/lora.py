@@ -218,7 +218,9 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
 def _inject(config: Any, model: PreTrainedModel) -> None:
     with _of_no_family(model):
         _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
-    config.target_modules = sorted(config.target_modules)  # a set, which would be saved in any order
+    config.target_modules = sorted(config.target_modules)  # sets, which would be saved in any order
+    if config.exclude_modules:
+        config.exclude_modules = sorted(config.exclude_modules)
     for parameter in adapter_parameters(model):
         parameter.data = _in_full(parameter.data)
 

@@ -144,6 +144,14 @@ def test_what_a_checkpoint_says_of_adapters_is_the_same_every_time():
     assert one == same
 
 
+def test_layers_are_named_in_an_order_that_every_process_has():
+    model = hybrid_model("bamba")
+    LoRA(2, targets=["in_proj", "q_proj"]).put_on(model, seed=0)
+    config = model.peft_config["default"]
+    assert config.target_modules == ["in_proj", "q_proj"]
+    assert config.exclude_modules == ["model.layers.0.mamba.out_proj", "model.layers.2.mamba.out_proj"]
+
+
 def test_adapters_of_a_bfloat16_model_are_in_float32():
     policy = adapted("bfloat16")
     dtypes = {name: parameter.dtype for name, parameter in policy.model.named_parameters()}
