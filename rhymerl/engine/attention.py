@@ -162,8 +162,10 @@ class TilePlan:
     @classmethod
     def of(cls, tiles: TileLayout, arrays: Iterable[Tensor], positions: Tensor, *, splits: int = 1) -> TilePlan:
         """Return it for a layout's `arrays` and positions on the device."""
-        there = dict(zip(("tiles", "ancestors", "kv_slots"), arrays, strict=True))
-        return cls(**there, positions=positions, most=tiles.most, splits=splits)
+        there, ancestors, kv_slots = arrays
+        return cls(
+            tiles=there, ancestors=ancestors, kv_slots=kv_slots, positions=positions, most=tiles.most, splits=splits
+        )
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """As `AttentionPlan.attend`."""

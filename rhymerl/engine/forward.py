@@ -314,9 +314,8 @@ class Forward:
 
     def _difference_of_tiles(self, tile_tokens: Callable[[int], int]) -> float:
         """Return the largest one of attention in a layer, as a share of the largest number; windows are narrow."""
-        found = 0.0
+        found, vocabulary = 0.0, self.model.config.get_text_config().vocab_size
         for widest, splits in ((1, 1), (150, 1), (1, 2)):
-            vocabulary = self.model.config.get_text_config().vocab_size
             example = _Example((7, 150), vocabulary, self.store)  # of one block of keys, and several
             tiles, positions = example.tiles(tile_tokens(widest)), example.layout.positions
             plan = ComparedPlan.of(tiles, positions, self._inputs, splits=splits)

@@ -146,10 +146,11 @@ def test_a_worker_does_not_run_ahead_of_its_clock(costs):
         requests = make_requests(4, max_tokens=12, stop_token_ids=())
         connection.post(Submit(requests=requests, priority=0, versions=Versions(oldest=0, final=0)))
         num_ticks, finished = 50, []
-        for exchange in range(1, 100):
+        for exchange in range(1, 2000):
             finished += connection.step(num_ticks).result().finished
             if len(finished) == len(requests):
                 break
             (device,) = workers.devices
             assert device.spent["passes"] <= exchange * num_ticks * virtual.TICK_S + 0.03, "of the last pass at most"
+    assert len(finished) == len(requests)
     assert exchange > 4, "12 passes of 0.02 s or more are done"

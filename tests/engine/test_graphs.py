@@ -169,6 +169,24 @@ def done_by(engine, asked):
     return done
 
 
+@pytest.fixture
+def on_device_as_on_the_host(request):
+    """Decode on the host and then on the device, by the kernel, and compare; returns the device's engine."""
+
+    def decoded(model):
+        asked = make_requests(4, prompt_tokens=(3, 12), max_tokens=16)
+        with InDouble():
+            here = answers(SimpleNamespace(model=model), asked, max_running=3)
+            request.getfixturevalue("device")
+            engine = Engine(model, max_running=3, drafter=RandomTreeDrafter(vocabulary=16))
+            done = done_by(engine, asked)
+        assert engine.forward.tile_tokens is not None
+        assert_same(here, done)
+        return engine
+
+    return decoded
+
+
 @pytest.mark.parametrize(
     ("family", "is_direct"),
     [
@@ -180,28 +198,14 @@ def done_by(engine, asked):
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("gemma3_text", "olmo3", "cohere2", "exaone4")),
     ],
 )
-def test_tokens_behind_windows_are_those_of_the_host(request, family, is_direct):
+def test_tokens_behind_windows_are_those_of_the_host(on_device_as_on_the_host, family, is_direct):
     """Families whose layers are not Llama's go through transformers, to the same kernel."""
-    model, asked = windowed_model(family), make_requests(4, prompt_tokens=(3, 12), max_tokens=16)
-    with InDouble():
-        here = answers(SimpleNamespace(model=model), asked, max_running=3)
-        request.getfixturevalue("device")
-        engine = Engine(model, max_running=3, drafter=RandomTreeDrafter(vocabulary=16))
-        done = done_by(engine, asked)
-    assert engine.forward.tile_tokens is not None
+    engine = on_device_as_on_the_host(windowed_model(family))
     assert (engine.forward.kind is not None) == is_direct
-    assert_same(here, done)
 
 
-def test_layers_that_differ_in_their_heads_use_the_kernel(request):
-    model, asked = with_other_heads_by_layer(), make_requests(4, prompt_tokens=(3, 12), max_tokens=16)
-    with InDouble():
-        here = answers(SimpleNamespace(model=model), asked, max_running=3)
-        request.getfixturevalue("device")
-        engine = Engine(model, max_running=3, drafter=RandomTreeDrafter(vocabulary=16))
-        done = done_by(engine, asked)
-    assert engine.forward.tile_tokens is not None
-    assert_same(here, done)
+def test_layers_that_differ_in_their_heads_use_the_kernel(on_device_as_on_the_host):
+    on_device_as_on_the_host(with_other_heads_by_layer())
 
 
 def test_keys_that_are_wider_than_values_are_left_to_torch(device, caplog):
