@@ -266,3 +266,4 @@ class RolloutLoop:
         self.workers.restore(RunAheadState.of_state(ahead) if ahead is not None else None)
         if rule := state["rule"]:  # of another mode there is none
             self._rule.load_state_dict(rule)
+        self.workers.follow(self.history)  # under fsdp2 it has been loaded since the workers were made

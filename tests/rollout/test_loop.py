@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rhymerl.errors import BackendError
+from rhymerl.history import HistoryStore
 from rhymerl.rewards import Reward, RewardScorer
 from rhymerl.rollout import RolloutLoop, RolloutSettings, request_seed
 from rhymerl.schedulers import FIFOScheduler, PacedScheduler, PackedScheduler, Scheduler
@@ -80,6 +81,28 @@ def test_all_answers_of_an_epoch_enter_history_also_of_a_prompt_that_was_in_the_
     mine.run(PROMPTS[:2], 2, settings, epoch=1)
     answers = mine.history.answers(PROMPTS[0])
     assert [(answer.epoch, answer.sample) for answer in answers] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+
+
+class Following(ScriptedBackend):
+    """Counts the tokens of the history that its drafter would draft from."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: [2, 3])
+        self.num_tokens = 0
+
+    def follow(self, history: HistoryStore) -> None:
+        self.num_tokens = history.num_tokens
+
+
+def test_workers_hear_of_a_history_that_is_loaded_after_them():
+    """As under fsdp2, where a checkpoint is read once the model is sharded, and the workers exist by then."""
+    before = loop(backend=Following())
+    before.run(PROMPTS, 0, RolloutSettings(group_size=2))
+    backend, history = Following(), HistoryStore()
+    resumed = loop(backend=backend, history=history)
+    history.load_state_dict(before.history.state_dict())
+    resumed.load_state_dict(before.state_dict())
+    assert backend.num_tokens == before.history.num_tokens == 2 * 2 * len(PROMPTS)
 
 
 def test_a_group_of_one_cannot_be_replaced():
