@@ -17,94 +17,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rhymerl.bench.costs import PathDrafter
 from rhymerl.budgets import FixedBudget
 from rhymerl.drafts import Draft, DraftBatch
-from rhymerl.engine import forward as forward_module
 from rhymerl.engine import graphs as graphs_module
 from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.graphs import Graphs, rounded
-from rhymerl.engine.layer_steps import TorchSteps, TritonSteps
+from rhymerl.engine.layer_steps import TritonSteps
 from rhymerl.engine.layout import lay_out_pass
 from rhymerl.engine.rows import Rows, SlotPool
-from rhymerl.models.attention import ChunkedWindow, last_seen
 from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from tests.engine.test_device_pass import Seen, requests_of_all_kinds
 from tests.engine.test_lossless import answers, assert_same
+from tests.engine.torch_kernels import STEPS, attend
 from tests.models.small import with_other_heads_by_layer
 from tests.models.windowed import InDouble, windowed_model
 from tests.products import values_first
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
-
-def attend(
-    query, keys, values, tiles, positions, ancestors, kv_slots, scale,
-    *, most, splits=1, window=None, softcap=None, sinks=None,
-):  # fmt: skip
-    """As `triton_attention.attend`."""
-    if keys.shape != values.shape:
-        raise TypeError("keys and values differ")
-    out = torch.full_like(query, float("nan"))
-    groups = query.shape[1] // keys.shape[1]
-    for first, count, begin, root, num_keys in tiles.tolist():
-        assert count <= most
-        slots = kv_slots[begin : begin + num_keys].long()
-        k, v = (each[slots].repeat_interleave(groups, 1).to(values.dtype) for each in (keys, values))
-        for n in range(first, first + count):
-            nodes = torch.arange(num_keys) - root
-            visible = nodes + root < min(positions[n] + 1, root)
-            visible |= (nodes >= 0) & (ancestors[n] >> nodes.clamp(0, 63) & 1 == 1)
-            if window is not None:
-                visible = last_seen(visible, window if window > 0 else ChunkedWindow(-window))
-            scores = torch.einsum("hd,shd->hs", query[n].to(v.dtype), k) * scale
-            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-            scores = scores.masked_fill(~visible, float("-inf"))
-            sink = scores[:, :0] if sinks is None else sinks[:, None].to(scores.dtype)
-            weights = torch.cat([scores, sink], 1).softmax(-1)[:, :num_keys]
-            out[n] = torch.einsum("hs,shd->hd", weights, v)
-    return out
-
-
-def add_rms_norm(hidden, change, weight, epsilon):
-    """As `triton_layers.add_rms_norm`."""
-    hidden += change
-    return normalised(hidden, weight, epsilon).to(change.dtype)
-
-
-def normalised(numbers, weight, epsilon):
-    single = numbers.float()
-    return weight * (single * (single.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(numbers.dtype)
-
-
-def turn_and_store(query, key, value, cos, sin, slots, keys, values, norms):
-    """As `triton_layers.turn_and_store`."""
-    if norms is not None:
-        query, key = (normalised(heads, weight, norms[2]) for heads, weight in zip((query, key), norms, strict=False))
-    half, cos, sin = query.shape[2] // 2, cos[:, None, : query.shape[2] // 2], sin[:, None, : query.shape[2] // 2]
-    turned = []
-    for heads in (query, key):
-        a, b = heads[..., :half], heads[..., half:]
-        turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(keys.dtype))
-    keys[slots], values[slots] = turned[1], value.to(values.dtype)
-    return turned[0]
-
-
-def silu_times(gate, up):
-    """As `triton_layers.silu_times`."""
-    return gate * gate.sigmoid() * up
-
-
-STEPS = (add_rms_norm, turn_and_store, silu_times)
-
-
-@pytest.fixture
-def device(monkeypatch):
-    from rhymerl.engine import triton_attention, triton_layers
-
-    monkeypatch.setattr(triton_attention, "attend", attend)
-    for function in STEPS:
-        monkeypatch.setattr(triton_layers, function.__name__, function)
-    monkeypatch.setattr(inputs, "on_host", lambda device: False)
-    monkeypatch.setattr(forward_module, "takes_kernels", lambda device, dtype: True)
 
 
 @pytest.mark.parametrize(("model_type", "drafted"), values_first(["qwen2", "qwen3", "llama"], [False, True]))
@@ -339,115 +267,3 @@ def test_a_larger_buffer_is_a_new_one_without_graphs():
     graphs._graphs[1, 1, 1] = "graph"  # type: ignore[assignment]
     assert len(graphs._room_for(len(first) + 1)) > len(first)
     assert not graphs._graphs
-
-
-def right_in_one_block(query, keys, values, tiles, *rest, **how):
-    out = attend(query, keys, values, tiles, *rest, **how)
-    for first, count, _, _, num_keys in tiles.tolist():
-        if num_keys > 64:
-            out[first : first + count] = 0
-    return out
-
-
-def wrong_in_small_tiles(*args, most, **how):
-    return attend(*args, most=most, **how) * (1 if most > 8 else 2)
-
-
-def too_large(*args, **how):
-    raise RuntimeError("out of resource: shared memory")
-
-
-def a_little_larger(*args, **how):
-    return 1.01 * attend(*args, **how)
-
-
-def without_ancestors(query, keys, values, tiles, positions, ancestors, *rest, **how):
-    return attend(query, keys, values, tiles, positions, 0 * ancestors, *rest, **how)
-
-
-def wrong_in_parts(*args, splits=1, **how):
-    return attend(*args, **how) * splits
-
-
-def of_a_longer_window(*args, window=None, **how):
-    return attend(*args, window=window and window + 1, **how)
-
-
-def no_numbers(*args, **how):
-    return attend(*args, **how) * float("nan")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        a_little_larger,
-        without_ancestors,
-        no_numbers,
-        right_in_one_block,
-        wrong_in_small_tiles,
-        wrong_in_parts,
-        of_a_longer_window,
-        too_large,
-    ],
-)
-def test_attention_that_is_wrong_is_not_used(device, monkeypatch, caplog, wrong):
-    from rhymerl.engine import triton_attention
-
-    monkeypatch.setattr(triton_attention, "attend", wrong)
-    engine, asked = Engine(windowed_model("mistral", dtype=torch.float32, sliding_window=99)), make_requests(3)
-    engine.submit(asked)
-    engine.run()
-    assert engine.forward.tile_tokens is None
-    assert "the GPU's kernels for attention" in caplog.text
-    assert "torch's are used" in caplog.text
-    assert engine.forward.kind is TritonSteps
-
-
-def of_other_epsilon(hidden, change, weight, epsilon):
-    return add_rms_norm(hidden, change, weight, 0.1)
-
-
-def without_the_change(hidden, change, weight, epsilon):
-    return add_rms_norm(hidden, change, weight, epsilon), hidden.sub_(change)
-
-
-def turned_back(query, key, value, cos, sin, *rest):
-    return turn_and_store(query, key, value, cos, -sin, *rest)
-
-
-def at_the_next_slot(query, key, value, cos, sin, slots, *rest):
-    return turn_and_store(query, key, value, cos, sin, slots + 1, *rest)
-
-
-def of_values_as_keys(query, key, value, *rest):
-    return turn_and_store(query, key, key, *rest)
-
-
-def without_gate(gate, up):
-    return gate * up
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("add_rms_norm", of_other_epsilon),
-        ("add_rms_norm", lambda *args: without_the_change(*args)[0]),
-        ("add_rms_norm", too_large),
-        ("turn_and_store", turned_back),
-        ("turn_and_store", at_the_next_slot),
-        ("turn_and_store", of_values_as_keys),
-        ("silu_times", without_gate),
-        ("silu_times", lambda gate, up: up * float("nan")),
-    ],
-)
-def test_steps_between_products_that_are_wrong_are_not_used(device, monkeypatch, caplog, name, wrong):
-    from rhymerl.engine import triton_layers
-
-    monkeypatch.setattr(triton_layers, name, wrong)
-    policy, asked = tiny_policy(dtype="float32"), make_requests(3)
-    engine = Engine(policy.model)
-    engine.submit(asked)
-    engine.run()
-    assert "the GPU's kernels between products" in caplog.text
-    assert engine.forward.kind is TorchSteps
-    assert engine.forward.tile_tokens is not None
