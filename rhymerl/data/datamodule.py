@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import lightning as L
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from rhymerl.data.base import ONLY_SET, PROMPT_COLUMN, LocatedRow, columns_of
+from rhymerl.data.base import ONLY_SET, PROMPT_COLUMN, LocatedRow
 from rhymerl.data.encoding import LengthLimits, PromptEncoder, check_template_arguments, encode_rows, with_tools
 from rhymerl.data.loader import PromptLoader
 from rhymerl.data.sources import DataSource, Setting, read_rows
@@ -256,16 +256,6 @@ class PromptDataModule(L.LightningDataModule):
     def num_validation_prompts(self) -> int:
         """Return the number of prompts in all validation sets; known after `setup`."""
         return sum(len(loader.prompts) for loader in self.validation_loaders.values())
-
-    @property
-    def columns(self) -> list[str]:
-        """Return the columns that every prompt has for the reward, sorted; known after `setup`."""
-        return columns_of(self.prompts)[0]
-
-    @property
-    def gaps(self) -> dict[str, str]:
-        """Return the columns that only some prompts have, each with the place of the first row without it."""
-        return columns_of(self.prompts)[1]
 
     @property
     def prompts(self) -> list[Prompt]:

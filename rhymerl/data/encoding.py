@@ -88,7 +88,11 @@ class PromptEncoder:
 
     def encode(self, located: LocatedRow, *, prompt_id: str) -> Prompt:
         """Raises DataError, naming the row, when it has no prompt or one that cannot be encoded."""
-        prompt = self._prompt_of(located)
+        prompt = prompt_in(located, self.prompt_column)
+        if self.system_prompt is not None and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str):
+            prompt = self._checked(prompt, located.location)
         text, token_ids = self._tokenize(prompt, located.location)
         if not len(token_ids):
             raise DataError(f"{located.location}: the prompt is empty; expected at least one token")
@@ -113,13 +117,6 @@ class PromptEncoder:
                 self.plain_text_at,
                 self.prompt_column,
             )
-
-    def _prompt_of(self, located: LocatedRow) -> str | list[Mapping[str, Any]]:
-        """Return a row's text, or chat messages."""
-        prompt = prompt_in(located, self.prompt_column)
-        if self.system_prompt is not None and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        return prompt if isinstance(prompt, str) else self._checked(prompt, located.location)
 
     def _tokenize(self, prompt: str | list[Mapping[str, Any]], location: str) -> tuple[str, IntArray]:
         where = f"{location}: the prompt"

@@ -75,13 +75,20 @@ def _name(setting: str, source: DataSource) -> str:
 def _from_path(source: str | Path, setting: Setting) -> Iterator[LocatedRow]:
     path, location = Path(source).expanduser(), _name(setting, source)
     if is_data_set(source):
-        return _from_objects(_load_data_set(str(path if path.is_dir() else source), setting), location)
+        yield from _from_objects(_load_data_set(str(path if path.is_dir() else source), setting), location)
+        return
     if not path.exists():
         raise DataError(f"{location}: no such file; expected a .jsonl, .csv, .tsv (each also .gz) or .parquet file")
-    if path.suffix == ".parquet":
-        return _from_objects(_read_parquet(path, location), location)
     delimiter = _DELIMITERS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix)
-    return _read_jsonl(path, location) if delimiter is None else _read_csv(path, location, delimiter)
+    try:
+        if path.suffix == ".parquet":
+            yield from _from_objects(_read_parquet(path, location), location)
+        elif delimiter is not None:
+            yield from _read_csv(path, location, delimiter)
+        else:
+            yield from _read_jsonl(path, location)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise DataError(f"{location}: cannot be read: {error}") from error
 
 
 def _from_objects(rows: Iterable[Any], location: str) -> Iterator[LocatedRow]:
@@ -96,26 +103,21 @@ def _from_objects(rows: Iterable[Any], location: str) -> Iterator[LocatedRow]:
 
 def _read_jsonl(path: Path, location: str) -> Iterator[LocatedRow]:
     """Lines are counted from 1; blank ones are passed over, as is a byte order mark."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            if file.read(_START_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                file.seek(0)
-                yield from _from_objects(_parse(file.read(), location), location)
-                return
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        if file.read(_START_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             file.seek(0)
-            for number in count(1):
-                where = f"{location}, line {number}"
-                line = file.readline(_LONGEST_LINE_BYTES + 1)
-                if not line:
-                    return
-                if len(line) > _LONGEST_LINE_BYTES:
-                    raise DataError(
-                        f"{where}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB; expected one row a line"
-                    )
-                if line.strip():
-                    yield LocatedRow(location=where, row=_parse_line(line, where))
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{location}: cannot be read: {error}") from error
+            yield from _from_objects(_parse(file.read(), location), location)
+            return
+        file.seek(0)
+        for number in count(1):
+            where = f"{location}, line {number}"
+            line = file.readline(_LONGEST_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > _LONGEST_LINE_BYTES:
+                raise DataError(f"{where}: longer than {_LONGEST_LINE_BYTES / 2**20:.0f} MiB; expected one row a line")
+            if line.strip():
+                yield LocatedRow(location=where, row=_parse_line(line, where))
 
 
 def _parse(text: bytes, where: str) -> Any:
@@ -148,8 +150,6 @@ def _read_csv(path: Path, location: str, delimiter: str) -> Iterator[LocatedRow]
                     yield LocatedRow(location=where, row=dict(zip(columns, row, strict=True)))
     except csv.Error as error:
         raise DataError(f"{location}, line {rows.line_num}: cannot be read as CSV: {error}") from error
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise DataError(f"{location}: cannot be read: {error}") from error
 
 
 def _read_parquet(path: Path, location: str) -> Iterator[Any]:

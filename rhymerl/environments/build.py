@@ -13,7 +13,7 @@ from rhymerl.config import instantiate
 from rhymerl.environments.base import Environment, is_remembered
 from rhymerl.environments.encoding import ReplyEncoder
 from rhymerl.environments.episodes import Episodes
-from rhymerl.environments.memory import RememberingPool
+from rhymerl.environments.memory import ReplyMemory
 from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.errors import ConfigError
 from rhymerl.models.chat import ChatTokenizer
@@ -74,27 +74,22 @@ class EpisodeSettings:
             _LOG.warning("environment: %s", self.remark)
 
     def encoder(self) -> ReplyEncoder:
-        return ReplyEncoder(
-            self.chat.tokenizer,
-            chat_template_kwargs=self.chat.chat_template_kwargs,
-            started=self.chat.started,
-            stop_token_ids=self.stop_token_ids,
-            max_reply_tokens=self.max_reply_tokens,
-        )
+        return ReplyEncoder(self.chat, stop_token_ids=self.stop_token_ids, max_reply_tokens=self.max_reply_tokens)
 
     def _decode(self, token_ids: Any) -> str:
         return str(self.chat.tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def _pool(self) -> EnvironmentPool | RememberingPool:
-        pool = EnvironmentPool(self.environment, num_processes=self.num_processes, timeout_s=self.reply_timeout_s)
-        if self.reply_memory_mb and is_remembered(self.environment):
-            return RememberingPool(pool, self.environment, max_bytes=self.reply_memory_mb * 2**20)
-        return pool
-
     def episodes(self) -> Episodes:
         """Processes start with the first turn that ends."""
+        remembers = self.reply_memory_mb and is_remembered(self.environment)
+        pool = EnvironmentPool(
+            self.environment,
+            num_processes=self.num_processes,
+            timeout_s=self.reply_timeout_s,
+            memory=ReplyMemory(self.reply_memory_mb * 2**20) if remembers else None,
+        )
         return Episodes(
-            self._pool(),
+            pool,
             self.encoder(),
             decode=self._decode,
             context_tokens=self.longest_tokens,

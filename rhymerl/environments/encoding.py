@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from rhymerl.errors import DataError, require_at_least
 from rhymerl.models.chat import ChatTokenizer, check_messages
@@ -39,8 +36,8 @@ class ReplyEncoder:
 
     The difference rule: a short conversation that ends with an assistant's turn is rendered with the reply behind it,
     and the text behind that turn's end token is taken. Nothing that has been sampled is encoded again, and a system
-    message that the template writes by itself stays in front. `stop_token_ids` are the policy's; the tokenizer's EOS is
-    always one of them.
+    message that the template writes by itself stays in front. `chat` is what renders the prompts. `stop_token_ids` are
+    the policy's; the tokenizer's EOS is always one of them.
 
     A reply of more than `max_reply_tokens` is cut to so many, scaffold included: its longest texts end with `CUT_MARK`,
     where the tokenizer knows it, and the boundary and the generation prompt stay whole. Raises ValueError for
@@ -48,20 +45,14 @@ class ReplyEncoder:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        stop_token_ids: Sequence[int] = (),
-        max_reply_tokens: int | None = None,
-        started: datetime.datetime | None = None,  # as of PromptEncoder
+        self, chat: ChatTokenizer, *, stop_token_ids: Sequence[int] = (), max_reply_tokens: int | None = None
     ) -> None:
         if max_reply_tokens is not None:
             require_at_least({"max_reply_tokens": (max_reply_tokens, 1)})
         self.max_reply_tokens = max_reply_tokens
-        self.chat = ChatTokenizer(tokenizer, chat_template_kwargs=chat_template_kwargs, started=started)
-        self._added = tokenizer.added_tokens_decoder  # by id
-        self._eos_id: int | None = tokenizer.eos_token_id
+        self.chat = chat
+        self._added = chat.tokenizer.added_tokens_decoder  # by id
+        self._eos_id: int | None = chat.tokenizer.eos_token_id
         self._stop_ids = {self._eos_id, *stop_token_ids}
         self._boundaries: dict[tuple[str, ...], Boundary] = {}  # by the roles of the reply's messages
         self._mark = CUT_MARK

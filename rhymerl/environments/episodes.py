@@ -17,7 +17,6 @@ import numpy as np
 
 from rhymerl.drafts import NOT_DRAFTED
 from rhymerl.environments.base import Reply, Turn
-from rhymerl.environments.memory import RememberingPool
 from rhymerl.environments.pool import EnvironmentPool, Replied
 from rhymerl.errors import DataError
 from rhymerl.types import FinishReason, Output, Prompt, RolloutRequest, TurnEnd
@@ -42,7 +41,7 @@ class _EndedTurn(NamedTuple):
 class Episodes:
     """Asks an environment what it replies to turns that have ended, and appends it. One thread uses it."""
 
-    pool: EnvironmentPool | RememberingPool
+    pool: EnvironmentPool
     encoder: ReplyEncoder
     _: KW_ONLY
     decode: Callable[[IntArray], str]  # gives the text of a turn

@@ -13,23 +13,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from rhymerl.environments.base import Turn
-from rhymerl.environments.replies import checked_reply
+from rhymerl.environments.base import Turn, checked_reply
 from rhymerl.rewards.calls import Attempt
 from rhymerl.rewards.child import Parent
-from rhymerl.rewards.lines import Ready, line_of
+from rhymerl.rewards.lines import START, Outcome, line_of
 
 BEAT_S = 0.5
-
-
-class ProcessSetup(NamedTuple):
-    """The first message: a pickled environment, and how many calls of it run at once."""
-
-    environment: bytes
-    num_threads: int
+NUM_THREADS = 32  # calls at the same time in a process
 
 
 class Ask(NamedTuple):
@@ -41,47 +34,23 @@ class Ask(NamedTuple):
     turns: Sequence[Turn]
 
 
-class ReplyLine(NamedTuple):
-    """What came of a call: a reply as plain data, or a failure in one line."""
-
-    number: int
-    failure: str = ""
-    content: str | Sequence[Mapping[str, Any]] | None = None
-    reward: float | None = None
-    done: bool = False
-    metrics: Mapping[str, float] = {}
-
-    @property
-    def is_sound(self) -> bool:
-        """Return whether it is of these types, as it came from another process."""
-        values: tuple[Any, ...] = self
-        number, failure, content, reward, done, metrics = values
-        return (
-            (type(number), type(failure), type(done), type(metrics)) == (int, str, bool, dict)
-            and isinstance(content, str | list | None)
-            and isinstance(reward, float | None)
-            and all(isinstance(value, float) for value in metrics.values())
-        )
-
-
 def serve(parent: Parent) -> None:
-    """Reply to calls; the first message has the environment."""
-    setup: ProcessSetup = parent.receive()
+    """Reply to calls; the first message has the environment, pickled."""
+    given: bytes = parent.receive()
     with Attempt() as attempt:
-        replies = _Replies(pickle.loads(setup.environment))
-    parent.send(line_of(Ready(failure=attempt.message)))
+        replies = _Replies(pickle.loads(given))
     if attempt.error is not None:
+        words = f"environment: its process cannot import it: {attempt.message}"
+        parent.send(line_of(Outcome(START, "error", message=words)))
         return
+    parent.send(line_of(Outcome(START, "ok")))
     threading.Thread(target=_beat, args=(parent,), daemon=True).start()
     ask: Ask
-    with ThreadPoolExecutor(setup.num_threads) as threads:
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
         for ask in parent.messages():
-            over = replies.taken_over(ask)
+            session = replies.session_of(ask, threads)
             if ask.turns:
-                session = replies.session_of(ask)
                 threads.submit(lambda ask, session: parent.send(replies.line(ask, session)), ask, session)
-            if over is not None:
-                threads.submit(over.close)
         replies.close()
 
 
@@ -90,7 +59,7 @@ def _beat(parent: Parent) -> None:
     with suppress(OSError):
         while True:
             time.sleep(BEAT_S)
-            parent.send(line_of(Ready()))
+            parent.send(line_of(Outcome(START, "ok")))
 
 
 class _LiveSession:
@@ -100,7 +69,6 @@ class _LiveSession:
         self.num_asked = 0  # the calls under way included
         self._environment = environment
         self._done = done  # what user code returned, or what its coroutine comes to
-        self._num_seen = 0
         self._live: Any = None
         self._lock = threading.Lock()
 
@@ -109,11 +77,9 @@ class _LiveSession:
         with self._lock:
             if self._live is None:
                 self._live = self._done(self._environment.open(ask.row)) or self._environment
-            num_lacking = 0 if self._live is self._environment else len(ask.turns) - 1 - self._num_seen
-            for number in range(len(ask.turns) - num_lacking, len(ask.turns)):
-                before = [*ask.turns[: number - 1], replace(ask.turns[number - 1], reply=None)]
-                self._done(self._live.reply(ask.row, before))
-            self._num_seen = len(ask.turns)
+                for number in range(1, len(ask.turns)) if self._live is not self._environment else ():
+                    before = [*ask.turns[: number - 1], replace(ask.turns[number - 1], reply=None)]
+                    self._done(self._live.reply(ask.row, before))
             return self._done(self._live.reply(ask.row, list(ask.turns)))
 
     def close(self) -> None:
@@ -134,29 +100,28 @@ class _Replies:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def taken_over(self, ask: Ask) -> _LiveSession | None:
-        """Return a session of the episode that cannot go on with this call, in the order of calls: it is over."""
-        known = self._sessions.get(ask.episode)
-        return self._sessions.pop(ask.episode) if known is not None and known.num_asked != len(ask.turns) - 1 else None
+    def session_of(self, ask: Ask, threads: ThreadPoolExecutor) -> _LiveSession | None:
+        """Return the session for a call, in the order of calls; None where there are no sessions.
 
-    def session_of(self, ask: Ask) -> _LiveSession | None:
-        """Return the session for a call, in the order of calls; None where there are no sessions."""
-        if not self._has_sessions:
+        One that cannot go on with this call is over, and ends in one of the threads.
+        """
+        session = self._sessions.pop(ask.episode, None)
+        if session is not None and session.num_asked != len(ask.turns) - 1:
+            threads.submit(session.close)
+            session = None
+        if not self._has_sessions or not ask.turns:
             return None
-        session = self._sessions.setdefault(ask.episode, _LiveSession(self._environment, self._done))
+        session = self._sessions[ask.episode] = session or _LiveSession(self._environment, self._done)
         session.num_asked = len(ask.turns)
         return session
 
     def line(self, ask: Ask, session: _LiveSession | None) -> bytes:
         """Return what the environment says, or that it failed."""
         with Attempt() as attempt:
-            said = session.reply(ask) if session is not None else self._asked(ask)
-            reply = checked_reply(said)
-            return line_of(ReplyLine(ask.number, "", reply.content, reply.reward, reply.done, reply.metrics))
-        return line_of(ReplyLine(ask.number, failure=attempt.message))
-
-    def _asked(self, ask: Ask) -> Any:
-        return self._done(self._environment.reply(ask.row, list(ask.turns)))
+            asked = session.reply(ask) if session is not None else self._environment.reply(ask.row, list(ask.turns))
+            reply = checked_reply(self._done(asked))
+            return line_of(Outcome(ask.number, "ok", asdict(reply)))
+        return line_of(Outcome(ask.number, "error", message=attempt.message))
 
     def close(self) -> None:
         for session in self._sessions.values():

@@ -12,8 +12,7 @@ from typing import ClassVar
 from rhymerl.environments import cells
 from rhymerl.environments.base import Reply, pure
 from rhymerl.errors import ConfigError, RunError
-from rhymerl.rewards.sandbox.process import SandboxError
-from rhymerl.rewards.sandbox.run import Job, Sandbox, Wall, missing_walls
+from rhymerl.rewards.sandbox.run import Job, Sandbox, SandboxError, Wall, missing_walls
 
 _MAX_EXPRESSION_CHARACTERS = 300
 _MAX_BITS = 4096  # of a number

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-from rhymerl.errors import ConfigError, DataError, did_you_mean
+from rhymerl.errors import ConfigError, DataError, did_you_mean, require
 from rhymerl.rewards.arguments import is_number
 from rhymerl.rewards.hooks import Extract, opens_of
 from rhymerl.rewards.resolve import Found, find, find_home
@@ -19,6 +20,7 @@ Score: TypeAlias = float | Mapping[str, Any] | None  # a mapping has it under `s
 RewardFn = Callable[..., Score | Awaitable[Score] | list[Score] | Awaitable[list[Score]]]
 Where = Literal["pool", "main", "engine"]
 OnFailure = Literal["default", "drop"]
+_UNSET: Any = None  # what follows from the function
 _OF_COMPLETION: Mapping[str, Callable[[Completion], Any]] = {  # what a function may name, unless a column has the name
     "prompt": lambda completion: completion.request.prompt.text,
     "token_ids": lambda completion: completion.token_ids.tolist(),
@@ -38,7 +40,7 @@ class Parameters:
     completion: str  # its first parameter, which no column may shadow
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Reward:
     """One reward function of a run: `Reward("my_module.score", weight=0.5)`.
 
@@ -59,51 +61,31 @@ class Reward:
     """
 
     function: str | RewardFn
-    name: str
-    weight: float
-    where: Where
-    batch: bool
-    default: float
-    on_failure: OnFailure
-    timeout_s: float
-    arguments: Mapping[str, Any]
+    _: KW_ONLY
+    name: str = _UNSET  # the function's own by default
+    weight: float = 1.0
+    where: Where = _UNSET
+    batch: bool = False
+    default: float = 0.0
+    on_failure: OnFailure = "default"
+    timeout_s: float = 10.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # fixed keyword arguments, which win over columns
     is_only_here: bool = field(init=False, repr=False, compare=False)  # and runs in main for this reason alone
     call: RewardFn = field(init=False, repr=False, compare=False)
     home: Found | None = field(init=False, repr=False, compare=False)  # where another process can import it from
     parameters: Parameters = field(init=False, repr=False, compare=False)
 
-    def __init__(
-        self,
-        function: str | RewardFn,
-        *,
-        name: str | None = None,  # the function's own by default
-        weight: float = 1.0,
-        where: Where | None = None,
-        batch: bool = False,
-        default: float = 0.0,
-        on_failure: OnFailure = "default",
-        timeout_s: float = 10.0,
-        arguments: Mapping[str, Any] | None = None,  # fixed keyword arguments, which win over columns
-    ) -> None:
-        name = own_name(function) if name is None else name
-        values = {
-            "function": function,
-            "name": name,
-            "weight": weight,
-            "where": "pool" if where is None else where,
-            "batch": batch,
-            "default": default,
-            "on_failure": on_failure,
-            "timeout_s": timeout_s,
-            "arguments": dict(arguments or {}),
-        }
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
+    def __post_init__(self) -> None:
+        settle = partial(object.__setattr__, self)
+        may_stay = self.where is _UNSET
+        settle("name", own_name(self.function) if self.name is _UNSET else self.name)
+        settle("where", "pool" if may_stay else self.where)
+        settle("arguments", dict(self.arguments or {}))
         self._check_values()
-        home = self._find(may_stay=where is None)
-        object.__setattr__(self, "home", home)
-        object.__setattr__(self, "call", home.target if isinstance(function, str) and home else function)
-        object.__setattr__(self, "parameters", _parameters(self.call, argument=self._function))
+        home = self._find(may_stay=may_stay)
+        settle("home", home)
+        settle("call", home.target if isinstance(self.function, str) and home else self.function)
+        settle("parameters", _parameters(self.call, argument=self._function))
         self._check_function()
 
     @property
@@ -153,19 +135,17 @@ class Reward:
         return f"function={shown!r}"
 
     def _check_values(self) -> None:
-        allowed = {
-            "name": (type(self.name) is str and bool(self.name.strip()), "a name"),
-            "function": (isinstance(self.function, str) or callable(self.function), "a dotted name or a function"),
-            "weight": (is_number(self.weight), "a finite number"),
-            "where": (self.where in get_args(Where), f"one of {', '.join(get_args(Where))}"),
-            "batch": (isinstance(self.batch, bool), "true or false"),
-            "default": (is_number(self.default), "a finite number"),
-            "on_failure": (self.on_failure in get_args(OnFailure), f"one of {', '.join(get_args(OnFailure))}"),
-            "timeout_s": (is_number(self.timeout_s) and self.timeout_s > 0, "a number of seconds above 0"),
-        }
-        for key, (holds, words) in allowed.items():
-            if not holds:
-                raise ValueError(f"{key}={getattr(self, key)!r}: expected {words}")
+        is_function = isinstance(self.function, str) or callable(self.function)
+        require(type(self.name) is str and bool(self.name.strip()), "name", self.name, "a name")
+        require(is_function, "function", self.function, "a dotted name or a function")
+        require(is_number(self.weight), "weight", self.weight, "a finite number")
+        require(self.where in get_args(Where), "where", self.where, f"one of {', '.join(get_args(Where))}")
+        require(isinstance(self.batch, bool), "batch", self.batch, "true or false")
+        require(is_number(self.default), "default", self.default, "a finite number")
+        kinds = get_args(OnFailure)
+        require(self.on_failure in kinds, "on_failure", self.on_failure, f"one of {', '.join(kinds)}")
+        is_time = is_number(self.timeout_s) and self.timeout_s > 0
+        require(is_time, "timeout_s", self.timeout_s, "a number of seconds above 0")
 
     def _find(self, *, may_stay: bool) -> Found | None:
         """Return where the function is, and run it here where it has to and `may_stay`."""

@@ -44,34 +44,29 @@ def build_rewards(
 
 
 def _build(name: str | None, value: object) -> Reward:
-    if isinstance(value, Reward):
-        return value if name is None else _reward(name, _fields_of(value) | {"name": name})
-    if isinstance(value, Mapping):
-        return _build_from_fields(name, value)
-    if isinstance(value, str) or callable(value):
-        return _reward(name, {"function": value, "name": name})
-    raise ConfigError(f"rewards{f'.{name}' if name else ''}={value!r}: expected {_FORMS}")
-
-
-def _reward(name: str | None, values: Mapping[str, Any]) -> Reward:
     """Return the reward that stands at `name`; one in a list stands at a name of its own."""
-    if name is None:
-        name = values.get("name") or own_name(values["function"])
-    return construct(Reward, values, key=f"rewards.{name}")
-
-
-def _fields_of(reward: Reward) -> dict[str, Any]:
-    return {field: getattr(reward, field) for field in _FIELDS} | ({"where": None} if reward.is_only_here else {})
-
-
-def _build_from_fields(name: str | None, values: Mapping[str, Any]) -> Reward:
     path = f"rewards.{name}" if name else "rewards"
+    if isinstance(value, Reward):
+        if name is None:
+            return value
+        values: Mapping[str, Any] = _fields_of(value) | {"name": name}
+    elif isinstance(value, Mapping):
+        values = {"name": name, **value}
+    elif isinstance(value, str) or callable(value):
+        values = {"name": name, "function": value}
+    else:
+        raise ConfigError(f"{path}={value!r}: expected {_FORMS}")
     for key in values:
         if key not in _FIELDS:
             raise ConfigError(f"{path}.{key}: unknown field{did_you_mean(key, _FIELDS)}; known: {', '.join(_FIELDS)}")
     if "function" not in values:
         raise ConfigError(f"{path}.function is missing: expected a dotted name or a function")
-    return _reward(name, {"name": name, **values})
+    place = name if name is not None else values["name"] or own_name(values["function"])
+    return construct(Reward, values, key=f"rewards.{place}")
+
+
+def _fields_of(reward: Reward) -> dict[str, Any]:
+    return {field: getattr(reward, field) for field in _FIELDS} | ({"where": None} if reward.is_only_here else {})
 
 
 def plain_rewards(spec: Any) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self
 
-OutcomeKind = Literal["ok", "absent", "error", "timeout", "crash", "again"]
+from rhymerl.rewards.lines import Outcome
 
 # A coroutine that is cut off this much after its time was not at fault: another one blocked the event loop.
 _TIMER_SLACK_S = 0.1
@@ -23,39 +23,24 @@ class Call(NamedTuple):
     columns: Mapping[str, Any]
 
 
-class Outcome(NamedTuple):
-    """The outcome of one call.
-
-    `absent`: the function does not apply; `again`: it failed with others, so it must be called alone.
-    """
-
-    position: int  # in the chunk
-    kind: OutcomeKind
-    value: float = nan
-    message: str = ""
-    finished_at: float = 0.0  # time.monotonic(), which all processes of a machine share
-
-    @property
-    def is_sound(self) -> bool:
-        """Return whether it is of these types, as it came from another process."""
-        return tuple(map(type, self)) == (int, str, float, str, float) and self.kind in get_args(OutcomeKind)
-
-
 Emit = Callable[[Outcome], None]
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]  # runs a coroutine to its end
 
 
 class Attempt:
-    """Runs user code: `with Attempt() as attempt: …` keeps its exception, as an error and as one line."""
+    """Runs user code: `with Attempt() as attempt: …` keeps its exception, as an error and as one line, and its time."""
 
     error: BaseException | None = None
     message: str = ""
     value: float | None = nan
+    took_s: float = 0.0
 
     def __enter__(self) -> Self:
+        self._began = monotonic()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.took_s = monotonic() - self._began
         # User code may raise anything, SystemExit included, and none of it may end the run. Ctrl-C must.
         if error is None or isinstance(error, KeyboardInterrupt):
             return False
@@ -91,12 +76,6 @@ def _number(value: object) -> float | None:
     return number
 
 
-def _checked(value: object) -> Attempt:
-    with Attempt() as attempt:
-        attempt.value = _number(value)
-    return attempt
-
-
 async def _within(seconds: float, awaitable: Coroutine[Any, Any, Any]) -> Any:
     import asyncio  # slow to import: only processes with async rewards pay for it
 
@@ -104,88 +83,85 @@ async def _within(seconds: float, awaitable: Coroutine[Any, Any, Any]) -> Any:
         return await awaitable
 
 
-def no_event_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Stand in for a loop where no reward is async."""
-    raise AssertionError("an async reward needs `drive`")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Calls one reward function on chunks. An outcome is emitted as soon as it is known.
 
     A sync function is called sample by sample, in order; the coroutines of an async one run concurrently;
-    a batch function is called once a chunk. Sync calls are not interrupted here, but judged when they end.
+    a batch function is called once a chunk. Sync calls are not interrupted here, but judged when they end, where that
+    is a reward process: elsewhere their values count however long they took.
     """
 
-    function: Callable[..., Any]
-    batch: bool
-    is_async: bool
-    timeout_s: float
+    reward: Any  # a Reward
     arguments: Mapping[str, Any]  # passed to every call as they are
     drive: Drive
 
+    @property
+    def _limit_s(self) -> float:
+        """Return the limit of one call."""
+        return self.reward.timeout_s if self.reward.where == "pool" or self.reward.is_async else inf
+
     def run(self, calls: Sequence[Call], emit: Emit) -> None:
-        if self.batch:
+        if self.reward.batch:
             self._run_batch(calls, emit)
-        elif self.is_async:
+        elif self.reward.is_async:
             self.drive(self._run_concurrently(calls, emit))
         else:
             self._run_in_order(calls, emit)
 
     def _run_in_order(self, calls: Sequence[Call], emit: Emit) -> None:
-        for position, call in enumerate(calls):
-            started = monotonic()
+        for number, call in enumerate(calls):
             with Attempt() as attempt:
-                attempt.value = _number(self.function(call.text, **call.columns, **self.arguments))
-            emit(self._outcome(position, attempt, late=monotonic() - started > self.timeout_s))
+                attempt.value = _number(self.reward.call(call.text, **call.columns, **self.arguments))
+            emit(self._outcome(number, attempt))
 
     async def _run_concurrently(self, calls: Sequence[Call], emit: Emit) -> None:
         import asyncio  # see _within
 
-        async def run(position: int, call: Call) -> None:
-            started = monotonic()
+        async def run(number: int, call: Call) -> None:
             with Attempt() as attempt:
-                coroutine = self.function(call.text, **call.columns, **self.arguments)
-                attempt.value = _number(await _within(self.timeout_s, coroutine))
-            late_s = monotonic() - started - self.timeout_s
-            if len(calls) > 1 and late_s > _TIMER_SLACK_S:
-                emit(Outcome(position, "again"))
+                coroutine = self.reward.call(call.text, **call.columns, **self.arguments)
+                attempt.value = _number(await _within(self._limit_s, coroutine))
+            if len(calls) > 1 and attempt.took_s > self._limit_s + _TIMER_SLACK_S:
+                emit(Outcome(number, "again"))
             else:
-                emit(self._outcome(position, attempt, late=late_s > 0))
+                emit(self._outcome(number, attempt))
 
-        await asyncio.gather(*(run(position, call) for position, call in enumerate(calls)))
+        await asyncio.gather(*(run(number, call) for number, call in enumerate(calls)))
 
     def _run_batch(self, calls: Sequence[Call], emit: Emit) -> None:
-        started = monotonic()
         values: list[Any] = []
         with Attempt() as batch:
             values = self._batch_values(calls)
-        late = monotonic() - started > self.timeout_s * len(calls)
-        for position in range(len(calls)):
-            if len(calls) > 1 and (batch.error is not None or late):
-                emit(Outcome(position, "again"))
-            else:
-                attempt = batch if batch.error is not None else _checked(values[position])
-                emit(self._outcome(position, attempt, late=late))
+        share_s = batch.took_s / len(calls)
+        for number in range(len(calls)):
+            if len(calls) > 1 and (batch.error is not None or share_s > self._limit_s):
+                emit(Outcome(number, "again"))
+                continue
+            with Attempt() as attempt:
+                if batch.error is not None:
+                    raise batch.error
+                attempt.value = _number(values[number])
+            attempt.took_s = share_s
+            emit(self._outcome(number, attempt))
 
     def _batch_values(self, calls: Sequence[Call]) -> list[Any]:
         names = dict.fromkeys(name for call in calls for name in call.columns)
         columns = {name: [call.columns.get(name) for call in calls] for name in names}
-        returned = self.function([call.text for call in calls], **columns, **self.arguments)
-        if self.is_async:
-            returned = self.drive(_within(self.timeout_s * len(calls), returned))
+        returned = self.reward.call([call.text for call in calls], **columns, **self.arguments)
+        if self.reward.is_async:
+            returned = self.drive(_within(self._limit_s * len(calls), returned))
         values = list(returned)
         if len(values) != len(calls):
             raise ValueError(f"it returned {len(values)} rewards for {len(calls)} completions")
         return values
 
-    def _outcome(self, position: int, attempt: Attempt, *, late: bool) -> Outcome:
+    def _outcome(self, number: int, attempt: Attempt) -> Outcome:
         now = monotonic()
-        if late:
-            message = f"it took longer than {self.timeout_s:g} s"
-            return Outcome(position, "timeout", message=message, finished_at=now)
+        if attempt.took_s > self._limit_s:
+            return Outcome(number, "timeout", message=f"it took longer than {self._limit_s:g} s", finished_at=now)
         if attempt.error is not None:
-            return Outcome(position, "error", message=attempt.message, finished_at=now)
+            return Outcome(number, "error", message=attempt.message, finished_at=now)
         if attempt.value is None:
-            return Outcome(position, "absent", finished_at=now)
-        return Outcome(position, "ok", value=attempt.value, finished_at=now)
+            return Outcome(number, "absent", finished_at=now)
+        return Outcome(number, "ok", value=attempt.value, finished_at=now)

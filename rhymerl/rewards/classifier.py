@@ -25,21 +25,16 @@ def check_classifier(reward: Reward) -> None:
     if reward.arguments.get("path") is None:
         raise ConfigError(f"{setting}.arguments.path is missing: expected {expected}")
     check_argument(reward, "path", lambda value: isinstance(value, str | Path), expected)
-    kinds = _config(reward).get("architectures") or []
-    if not any("SequenceClassification" in kind for kind in kinds):
-        found = f"a directory of {', '.join(kinds)}" if kinds else "no directory of a model"
-        path = str(reward.arguments["path"])
-        raise ConfigError(f"{setting}.arguments.path={path!r}: {found}; expected one of a sequence classifier")
     for name, value, needed in (("where", reward.where, "engine"), ("batch", reward.batch, True)):
         if value != needed:
             raise ConfigError(f"{setting}.{name}={value!r}: a classifier needs {name}={needed!r}")
-    labels = _check_head(reward)
+    labels = _labels_in(reward)
     check_argument(reward, "max_tokens", _is_limit, "a number of tokens, at least 1")
     _check_label(reward, labels)
 
 
-def _check_head(reward: Reward) -> list[str]:
-    """Return the labels. Raises ConfigError where safetensors files are of a model without its head.
+def _labels_in(reward: Reward) -> list[str]:
+    """Return the labels. Raises ConfigError for no classifier, and for safetensors files of a model without its head.
 
     Whatever else is missing is told when it is loaded.
     """
@@ -49,35 +44,32 @@ def _check_head(reward: Reward) -> list[str]:
     from rhymerl.models.deferred import names_in
     from rhymerl.models.loading import refuse_missing
 
-    path = str(reward.arguments["path"])
-    names = names_in(str(_folder(path)), is_here=True)
+    folder = _folder(reward.arguments["path"])
+    setting = f"rewards.{reward.name}.arguments.path={str(reward.arguments['path'])!r}"
+    file = folder / "config.json"
     try:
-        config = AutoConfig.from_pretrained(str(_folder(path)), trust_remote_code=False)
+        kinds = dict(json.loads(file.read_text())).get("architectures") or [] if file.is_file() else []
+    except (TypeError, ValueError) as error:
+        words = "its config.json is no JSON object; expected the directory of a sequence classifier"
+        raise ConfigError(f"{setting}: {words}") from error
+    if not any("SequenceClassification" in kind for kind in kinds):
+        found = f"a directory of {', '.join(kinds)}" if kinds else "no directory of a model"
+        raise ConfigError(f"{setting}: {found}; expected one of a sequence classifier")
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except ValueError as error:  # of an unknown type, perhaps with code of its own, which is never run
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"rewards.{reward.name}.arguments.path={path!r}: cannot be loaded: {reason}") from error
+        raise ConfigError(f"{setting}: cannot be loaded: {reason}") from error
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
-    if names:
-        refuse_missing(head - names.keys(), f"rewards.{reward.name}.arguments.path={path!r}")
+    if names := names_in(str(folder), is_here=True):
+        refuse_missing(head - names.keys(), setting)
     return list(config.id2label.values())
 
 
 def _folder(path: str | Path) -> Path:
     return Path(path).expanduser()
-
-
-def _config(reward: Reward) -> dict[str, Any]:
-    path = reward.arguments["path"]
-    file = _folder(path) / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text()))
-    except (TypeError, ValueError) as error:
-        words = "its config.json is no JSON object; expected the directory of a sequence classifier"
-        raise ConfigError(f"rewards.{reward.name}.arguments.path={str(path)!r}: {words}") from error
 
 
 def _check_label(reward: Reward, labels: list[str]) -> None:

@@ -42,18 +42,13 @@ def boxed_answer(text: str) -> str | None:
     return None
 
 
-def check_tolerance(reward: Reward) -> None:
-    """Raises ConfigError for one that nothing can be within."""
-    _check_not_negative(reward, "tolerance")
-
-
 def try_number(answer: object) -> str:
     """Raises ValueError for what is no number."""
     number_of(answer)
     return ""
 
 
-@brings(check=check_tolerance, extract=last_number, try_answer=try_number)
+@brings(check=lambda reward: _check_not_negative(reward, "tolerance"), extract=last_number, try_answer=try_number)
 def numeric_match(completion: str, *, answer: object, tolerance: float = 0.0) -> float:
     """Return 1.0 when the completion's `last_number` is within `tolerance` (absolute) of the answer; else 0.0.
 

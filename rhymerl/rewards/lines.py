@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from math import nan
+from typing import Any, Literal, NamedTuple, get_args
+
+OutcomeKind = Literal["ok", "absent", "error", "timeout", "crash", "again"]
+START = -1  # the number of a process's start, which is "ok" or an "error"; it says so again as a sign of life
+_MARK = "Outcome"  # in front of each
 
 
 class StrayBytesError(Exception):
     """Something else than the process has written into its pipe."""
 
 
-class Ready(NamedTuple):
-    """The process's first words, and a sign of life later. It is ready unless it says what failed."""
+class Outcome(NamedTuple):
+    """The outcome of one call; whoever made the call checks the value.
 
-    failure: str = ""
-
-    @property
-    def is_sound(self) -> bool:
-        return type(self.failure) is str
-
-
-def line_of(message: Any) -> bytes:
-    """Return a message, a named tuple, as a line with its end."""
-    return json.dumps([type(message).__name__, *message]).encode() + b"\n"
-
-
-def parser_of(*kinds: type[Any]) -> Callable[[bytes], Any]:
-    """Return what reads lines of such messages, each of which says whether it `is_sound`.
-
-    It raises StrayBytesError for anything else.
+    `absent`: a reward function does not apply; `again`: it failed with others, so it must be called alone.
     """
-    by_name: dict[str, type[Any]] = {Ready.__name__: Ready, **{kind.__name__: kind for kind in kinds}}
 
-    def parse(line: bytes) -> Any:
-        try:
-            name, *fields = json.loads(line)
-            message = by_name[name](*fields)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise StrayBytesError from error
-        if not message.is_sound:
-            raise StrayBytesError
-        return message
+    number: int  # of the call: its position in the chunk, or its number among all calls of an environment
+    kind: OutcomeKind
+    value: Any = nan
+    message: str = ""
+    finished_at: float = 0.0  # time.monotonic(), which all processes of a machine share
 
-    return parse
+
+def line_of(outcome: Outcome) -> bytes:
+    """Return an outcome as a line with its end."""
+    return json.dumps([_MARK, *outcome]).encode() + b"\n"
+
+
+def parse(line: bytes) -> Outcome:
+    """Return the outcome in a line. Raises StrayBytesError for anything else."""
+    try:
+        mark, *fields = json.loads(line)
+        outcome = Outcome(*fields)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StrayBytesError from error
+    types = type(outcome.number), type(outcome.kind), type(outcome.message), type(outcome.finished_at)
+    if mark != _MARK or types != (int, str, str, float) or outcome.kind not in get_args(OutcomeKind):
+        raise StrayBytesError
+    return outcome

@@ -8,21 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from math import inf
 from typing import Any
 
 from rhymerl.rewards.base import Reward
-from rhymerl.rewards.calls import Call, Caller, Outcome
+from rhymerl.rewards.calls import Call, Caller
 from rhymerl.rewards.hooks import opened
+from rhymerl.rewards.lines import Outcome
 
 
 @dataclass(eq=False)
 class LocalReward:
     """Calls one reward in chunks, and passes each outcome to `deliver(reward, key, outcome)` once.
 
-    After a chunk it calls `poll`. A sync function cannot be stopped, so its value counts however long it took. Async
-    ones run in an event loop on a thread of their own, because this thread may be running a loop already, as in a
-    notebook.
+    After a chunk it calls `poll`. Async functions run in an event loop on a thread of their own, because this thread
+    may be running a loop already, as in a notebook.
     """
 
     reward: Reward
@@ -51,21 +50,14 @@ class LocalReward:
             return
         if self._arguments is None:
             self._arguments = opened(self.reward.call, self.reward.arguments, self._stack)
-        caller = Caller(
-            function=self.reward.call,
-            batch=self.reward.batch,
-            is_async=self.reward.is_async,
-            timeout_s=self.reward.timeout_s if self.reward.is_async else inf,
-            arguments={**self._arguments, **(extra or {})},
-            drive=self._drive,
-        )
+        caller = Caller(reward=self.reward, arguments={**self._arguments, **(extra or {})}, drive=self._drive)
         remaining = (key for key in keys if key in self._waiting)
         while chunk := list(islice(remaining, self.chunk_size)):
             calls = [self._waiting.pop(key) for key in chunk]
             for outcome in _outcomes(caller, calls):
-                position = outcome.position
-                (final,) = _outcomes(caller, [calls[position]]) if outcome.kind == "again" else (outcome,)
-                self.deliver(self.reward, chunk[position], final)
+                number = outcome.number
+                (final,) = _outcomes(caller, [calls[number]]) if outcome.kind == "again" else (outcome,)
+                self.deliver(self.reward, chunk[number], final)
             self.poll()
 
     def close(self) -> None:

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Container, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import fields
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 from rhymerl.errors import RewardError
 from rhymerl.rewards.base import Reward
-from rhymerl.rewards.calls import Call, Outcome
-from rhymerl.rewards.lines import Ready, StrayBytesError, parser_of
-from rhymerl.rewards.process import GRACE_S, START_TIMEOUT_S, ChildProcess, Listener
-from rhymerl.rewards.process_main import Chunk, FunctionSpec
+from rhymerl.rewards.calls import Call
+from rhymerl.rewards.lines import Outcome, StrayBytesError
+from rhymerl.rewards.process import GRACE_S, ChildProcess, ProcessPool
+from rhymerl.rewards.process_main import Chunk
 
-_START_AGAIN_AFTER_S = (0.1, 0.3, 0.9, 2.7)  # as starts fail while the machine has too many processes
 _POLL_INTERVAL_S = 0.01
 
 
@@ -34,9 +33,10 @@ class PendingCall(NamedTuple):
 class _PooledProcess(ChildProcess):
     """A reward process, and the chunk that it is at."""
 
-    def __init__(self, specs: Sequence[FunctionSpec]) -> None:
-        super().__init__("rhymerl.rewards.process_main", list(specs), parser_of(Outcome))
-        self.pending: dict[int, PendingCall] = {}  # by position in the chunk; the first is the one being run
+    pending: dict[int, PendingCall]  # by position in the chunk; the first is the one being run
+
+    def __init__(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__("rhymerl.rewards.process_main", settings)
         self.in_order = True
 
     @property
@@ -52,8 +52,7 @@ class _PooledProcess(ChildProcess):
         self.deadline = monotonic() + reward.timeout_s * num_limits + GRACE_S
 
 
-@dataclass(eq=False)
-class RewardPool:
+class RewardPool(ProcessPool[_PooledProcess]):
     """Runs calls of `rewards` in processes, in chunks; `deliver(reward, key, outcome)` gets each outcome once.
 
     A call that hangs or kills its process costs that one sample; the rest of its chunk runs again. If calls run at the
@@ -61,20 +60,25 @@ class RewardPool:
     work, and again where that fails. `poll`, `flush` and `drain` raise RewardError when a process cannot work at all.
     """
 
-    rewards: Sequence[Reward]
-    deliver: Callable[[Reward, Any, Outcome], None]
-    _: KW_ONLY
-    num_processes: int = 2
-    chunk_size: int = 16
+    error = RewardError
+    name = "a reward process"
+    asked_for = "result"
 
-    def __post_init__(self) -> None:
-        self._specs = [_spec(reward) for reward in self.rewards]
-        self._queues: list[deque[PendingCall]] = [deque() for _ in self.rewards]
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        deliver: Callable[[Reward, Any, Outcome], None],
+        *,
+        num_processes: int,
+        chunk_size: int,
+    ) -> None:
+        settings = [_settings_of(reward) for reward in rewards]
+        super().__init__([_PooledProcess(settings) for _ in range(num_processes)])
+        self.rewards = rewards
+        self._deliver = deliver
+        self._chunk_size = chunk_size
+        self._queues: list[deque[PendingCall]] = [deque() for _ in rewards]
         self._alone: deque[PendingCall] = deque()
-        self._processes: list[_PooledProcess] = []
-        self._num_failed_starts = 0  # since one succeeded
-        self._start_not_before = 0.0
-        self._listener = Listener(self._take, self._lose, asked_for="result")
         self._next_poll = 0.0
 
     def put(self, call: PendingCall) -> None:
@@ -83,7 +87,7 @@ class RewardPool:
 
     def poll(self) -> None:
         """Flush when a chunk is full or some time has passed: cheap enough to be called for every sample."""
-        if self._num_queued >= self.chunk_size or monotonic() >= self._next_poll:
+        if self._num_queued >= self._chunk_size or monotonic() >= self._next_poll:
             self.flush()
 
     def flush(self) -> None:
@@ -102,31 +106,29 @@ class RewardPool:
         """Return when that holds, which queued calls and their outcomes have to bring about."""
         self._dispatch()
         while not until():
-            deadlines = [process.deadline for process in self._processes if not process.is_idle]
+            deadlines = [each.deadline for each in self._processes if each.is_running and not each.is_idle]
             if self._lacks_processes:
                 deadlines.append(self._start_not_before)
             self._turn(max(0.0, min(deadlines) - monotonic()))
 
-    def close(self) -> None:
-        """End the processes, at once where they are busy; unfinished work is lost."""
-        self._listener.close(self._processes, lambda process: not process.is_idle)
-        self._processes.clear()
-
     def _turn(self, timeout_s: float) -> None:
         """Read every answer that is there, waiting up to `timeout_s` for the first; then judge; then send."""
-        self._listener.listen(timeout_s)
+        self._listen(timeout_s)
         now = monotonic()
-        for process in [each for each in self._processes if not each.is_idle and each.deadline < now]:
-            self._lose(process, kind="timeout")
+        for process in [each for each in self._processes if each.pending and each.deadline < now]:
+            self._end(process)
+            limit_s = self.rewards[next(iter(process.pending.values())).reward].timeout_s
+            self._lose_calls(process, f"it hung for longer than {limit_s:g} s", kind="timeout")
         self._dispatch()
 
     def _dispatch(self) -> None:
         """Give work to idle processes, and start processes while there is more."""
-        for process in [each for each in self._processes if each.is_idle]:
-            if calls := self._next_chunk():
+        for process in self._processes:
+            if process.is_idle and (calls := self._next_chunk()):
                 self._send(process, calls)
-        while self._lacks_processes and monotonic() >= self._start_not_before:
-            self._start()
+        for process in self._processes:
+            if not process.is_running and self._lacks_processes and monotonic() >= self._start_not_before:
+                self._start(process)
 
     @property
     def _num_queued(self) -> int:
@@ -134,17 +136,18 @@ class RewardPool:
 
     @property
     def _lacks_processes(self) -> bool:
-        num_starting = sum(not process.is_ready for process in self._processes)
-        return num_starting < self._num_queued and len(self._processes) < self.num_processes
+        running = [process for process in self._processes if process.is_running]
+        num_starting = sum(not process.is_ready for process in running)
+        return num_starting < self._num_queued and len(running) < len(self._processes)
 
     def _next_chunk(self) -> list[PendingCall]:
         """Calls of the reward with the longest queue: an equal share for each process when few are left."""
         if self._alone:
             return [self._alone.popleft()]
         queue = max(self._queues, key=len)
-        size = min(self.chunk_size, len(queue))
+        size = min(self._chunk_size, len(queue))
         if queue and not _is_concurrent(self.rewards[queue[0].reward]):
-            size = min(size, -(-len(queue) // self.num_processes))
+            size = min(size, -(-len(queue) // len(self._processes)))
         return [queue.popleft() for _ in range(size)]
 
     def _send(self, process: _PooledProcess, calls: Sequence[PendingCall]) -> None:
@@ -156,75 +159,39 @@ class RewardPool:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise RewardError(f"{reward.setting}: its columns cannot be sent to a reward process: {error}") from error
 
-    def _take(self, process: _PooledProcess, outcome: Ready | Outcome) -> None:
-        if process.is_ready == isinstance(outcome, Ready):
-            raise StrayBytesError
-        if isinstance(outcome, Ready):
-            if outcome.failure:
-                raise RewardError(outcome.failure)
-            process.is_ready = True
-            self._num_failed_starts = 0
-            return
+    def _take(self, process: _PooledProcess, outcome: Outcome) -> None:
         expected = list(process.pending)[:1] if process.in_order else process.pending
-        if outcome.position not in expected:
+        if outcome.number not in expected or type(outcome.value) is not float:
             raise StrayBytesError
-        call = process.pending.pop(outcome.position)
+        call = process.pending.pop(outcome.number)
         if process.in_order:
             process.deadline = outcome.finished_at + self.rewards[call.reward].timeout_s + GRACE_S
         if outcome.kind == "again":
             self._alone.append(call)
         else:
-            self.deliver(self.rewards[call.reward], call.key, outcome)
+            self._deliver(self.rewards[call.reward], call.key, outcome)
 
-    def _lose(self, process: _PooledProcess, message: str = "", *, kind: Literal["crash", "timeout"] = "crash") -> None:
-        """End a process that hangs or has died: the guilty call is settled, the others are queued again."""
-        self._processes.remove(process)
-        ending = self._listener.end(process)
-        if not process.is_ready:
-            if kind == "timeout":
-                raise RewardError(f"a reward process did not start: it was not ready after {START_TIMEOUT_S:g} s")
-            self._start_later(ending)
+    def _lose_calls(
+        self, process: _PooledProcess, message: str, *, kind: Literal["crash", "timeout"] = "crash"
+    ) -> None:
+        """The guilty call is settled, the others are queued again."""
         if not process.pending:
             return
         guilty, *others = process.pending.values()
+        process.pending = {}
         if others and not process.in_order:
             self._alone.extend([guilty, *others])
             return
         self._queues[guilty.reward].extendleft(reversed(others))
-        if kind == "timeout":
-            message = f"it hung for longer than {self.rewards[guilty.reward].timeout_s:g} s"
-        self.deliver(self.rewards[guilty.reward], guilty.key, Outcome(0, kind, message=message or ending))
-
-    def _start(self) -> None:
-        try:
-            process = _PooledProcess(self._specs)
-        except OSError as error:
-            self._start_later(str(error))
-            return
-        self._processes.append(process)
-        self._listener.add(process)
-
-    def _start_later(self, reason: str) -> None:
-        """Let some time pass after a failed start. Raises RewardError when too many failed and nobody is at work."""
-        last = len(_START_AGAIN_AFTER_S) - 1
-        if self._num_failed_starts > last and not any(process.is_ready for process in self._processes):
-            raise RewardError(f"a reward process did not start: {reason}")
-        self._start_not_before = monotonic() + _START_AGAIN_AFTER_S[min(self._num_failed_starts, last)]
-        self._num_failed_starts += 1
+        self._deliver(self.rewards[guilty.reward], guilty.key, Outcome(0, kind, message=message))
 
 
 def _is_concurrent(reward: Reward) -> bool:
     return reward.batch or reward.is_async
 
 
-def _spec(reward: Reward) -> FunctionSpec:
+def _settings_of(reward: Reward) -> dict[str, Any]:
+    """Return a reward's settings, with the name by which another process imports its function."""
     assert reward.home is not None, "a pooled reward can be imported"
-    return FunctionSpec(
-        reward=reward.name,
-        module=reward.home.module,
-        qualname=reward.home.qualname,
-        batch=reward.batch,
-        is_async=reward.is_async,
-        timeout_s=reward.timeout_s,
-        arguments=reward.arguments,
-    )
+    settings = {each.name: getattr(reward, each.name) for each in fields(Reward) if each.init}
+    return settings | {"function": f"{reward.home.module}.{reward.home.qualname}"}

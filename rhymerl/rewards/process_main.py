@@ -5,68 +5,52 @@ Started by `rhymerl.rewards.pool` only. It imports this package and the users' m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
-from functools import reduce
-from importlib import import_module
+from functools import cache
 from typing import Any, NamedTuple
 
-from rhymerl.rewards.calls import Attempt, Call, Caller, Drive, no_event_loop
+from rhymerl.rewards.base import Reward
+from rhymerl.rewards.calls import Attempt, Call, Caller
 from rhymerl.rewards.child import Parent
 from rhymerl.rewards.hooks import opened
-from rhymerl.rewards.lines import Ready, line_of
-
-
-class FunctionSpec(NamedTuple):
-    """A reward function by name: `FunctionSpec("score", "my_module", "Checks.score", …)`."""
-
-    reward: str
-    module: str
-    qualname: str
-    batch: bool
-    is_async: bool
-    timeout_s: float
-    arguments: Mapping[str, Any]
+from rhymerl.rewards.lines import START, Outcome, line_of
 
 
 class Chunk(NamedTuple):
-    """Work for one process: calls of one reward, by its position in the list of functions."""
+    """Work for one process: calls of one reward, by its position in the list of rewards."""
 
     reward: int
     calls: Sequence[Call]
 
 
 def serve(parent: Parent) -> None:
-    """Score chunks of calls; the first message has the functions."""
-    specs: list[FunctionSpec] = parent.receive()
-    drive: Drive = no_event_loop
-    if any(spec.is_async for spec in specs):
-        import asyncio  # slow to import
-
-        drive = asyncio.Runner().run  # one loop for the life of the process: users' clients outlive a chunk
+    """Score chunks of calls; the first message has the rewards' settings, with dotted names for functions."""
+    settings: list[Mapping[str, Any]] = parent.receive()
     callers = []
     with ExitStack() as stack:
-        for spec in specs:
+        for each in settings:
             with Attempt() as attempt:
-                callers.append(_caller(spec, drive, stack))
+                reward = Reward(**each)
+                arguments = opened(reward.call, reward.arguments, stack)
+                callers.append(Caller(reward=reward, arguments=arguments, drive=_drive))
             if attempt.error is not None:
-                words = f"rewards.{spec.reward}: a reward process cannot import it: {attempt.message}"
-                parent.send(line_of(Ready(failure=words)))
+                words = f"rewards.{each['name']}: a reward process cannot import it: {attempt.error}"
+                parent.send(line_of(Outcome(START, "error", message=words)))
                 return
-        parent.send(line_of(Ready()))
+        parent.send(line_of(Outcome(START, "ok")))
         chunk: Chunk
         for chunk in parent.messages():
             callers[chunk.reward].run(chunk.calls, lambda outcome: parent.send(line_of(outcome)))
 
 
-def _caller(spec: FunctionSpec, drive: Drive, stack: ExitStack) -> Caller:
-    module: Any = import_module(spec.module)
-    function = reduce(getattr, spec.qualname.split("."), module)
-    return Caller(
-        function=function,
-        batch=spec.batch,
-        is_async=spec.is_async,
-        timeout_s=spec.timeout_s,
-        arguments=opened(function, spec.arguments, stack),
-        drive=drive,
-    )
+def _drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return _runner().run(coroutine)
+
+
+@cache
+def _runner() -> Any:
+    """Return the one loop of the process's life: users' clients outlive a chunk."""
+    import asyncio  # slow to import: only processes with async rewards pay for it
+
+    return asyncio.Runner()

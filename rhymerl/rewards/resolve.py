@@ -24,9 +24,9 @@ def find(dotted_name: str, *, argument: str) -> Found:
     """Import what a dotted name names. Raises ValueError, which starts with `argument`."""
     parts = dotted_name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ValueError(
-            f"{argument}: expected a dotted name such as 'my_module.my_function'{_ready_made(dotted_name)}"
-        )
+        ours = "rhymerl.rewards"
+        hint = f"; did you mean {ours}.{dotted_name}?" if dotted_name in import_module(ours).__all__ else ""
+        raise ValueError(f"{argument}: expected a dotted name such as 'my_module.my_function'{hint}")
     module = _import_longest(parts[:-1], argument)
     target: Any = module
     names = parts[module.__name__.count(".") + 1 :]
@@ -69,8 +69,3 @@ def _members(target: Any) -> list[str]:
     """Return the public attributes, and the submodules of a package."""
     submodules = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", []))]
     return [name for name in (*dir(target), *submodules) if not name.startswith("_")]
-
-
-def _ready_made(name: str) -> str:
-    package = "rhymerl.rewards"
-    return f"; did you mean {package}.{name}?" if name in import_module(package).__all__ else ""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rhymerl.errors import require_at_least
 from rhymerl.rewards.base import Reward
-from rhymerl.rewards.calls import Call, Outcome
+from rhymerl.rewards.calls import Call
 from rhymerl.rewards.failures import Failures
 from rhymerl.rewards.functions import turn_rewards
+from rhymerl.rewards.lines import Outcome
 from rhymerl.rewards.local import LocalReward
 from rhymerl.rewards.pool import PendingCall, RewardPool
 from rhymerl.types import Completion
@@ -194,14 +195,13 @@ class RewardScorer:
 
     def _count_failures(self, key: str, sample: _ScoredSample) -> None:
         for reward, outcome in sample.failed:
-            metric = f"rewards/{reward.name}/{_FAILURES[outcome.kind]}"
-            self._num_failed[metric] += 1
-            once, drops = {reward.name: 1}, reward.on_failure == "drop"
+            name, metric = reward.name, f"rewards/{reward.name}/{_FAILURES[outcome.kind]}"
+            drops = reward.on_failure == "drop"
             if drops:
-                del sample.scores[reward.name]
-            self._failures += Failures(
-                num_failed=once, num_dropped=once if drops else {}, first={reward.name: outcome.message}
-            )
+                del sample.scores[name]
+            dropped = {name: 1} if drops else {}
+            self._num_failed[metric] += 1
+            self._failures += Failures(num_failed={name: 1}, num_dropped=dropped, first={name: outcome.message})
             if metric not in self._logged:
                 self._logged.add(metric)
                 _LOG.warning(

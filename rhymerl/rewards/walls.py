@@ -25,8 +25,7 @@ def check_sandbox(reward: Reward, *, time_limit_s: float, min_memory_mb: int) ->
 
     Also for walls that this machine lacks and that nobody has renounced. `time_limit_s` is the function's default.
     """
-    from rhymerl.rewards.sandbox.process import SandboxError
-    from rhymerl.rewards.sandbox.run import WALLS, missing_walls
+    from rhymerl.rewards.sandbox.run import WALLS, SandboxError, missing_walls
 
     _check_arguments(reward, walls=WALLS, min_memory_mb=min_memory_mb)
     if sys.platform != "linux":

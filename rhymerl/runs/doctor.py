@@ -155,8 +155,7 @@ def _number_in(path: Path) -> int | None:
 def _missing_walls() -> Mapping[str, str]:
     if sys.platform != "linux":
         return {"sandbox": f"it needs Linux, and this is {sys.platform}"}
-    from rhymerl.rewards.sandbox.process import SandboxError
-    from rhymerl.rewards.sandbox.run import missing_walls
+    from rhymerl.rewards.sandbox.run import SandboxError, missing_walls
 
     try:
         return missing_walls()

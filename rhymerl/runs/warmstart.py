@@ -43,7 +43,7 @@ class DemonstrationLoader:
 
     def __post_init__(self) -> None:
         self.encoder = PromptEncoder(self.policy.tokenizer)
-        self.replies = ReplyEncoder(self.policy.tokenizer)
+        self.replies = ReplyEncoder(self.encoder.chat)
         self.step = 0
 
     def __len__(self) -> int:

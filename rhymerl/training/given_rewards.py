@@ -9,6 +9,7 @@ from typing import Any
 
 from rhymerl.algos.base import Algorithm
 from rhymerl.data import PromptDataModule, PromptLoader
+from rhymerl.data.base import columns_of
 from rhymerl.distributed.first import is_first_rank
 from rhymerl.errors import ConfigError, DataError, did_you_mean
 from rhymerl.models.policy import Policy
@@ -66,7 +67,7 @@ def checked_rewards(
         raise ConfigError(
             "rewards=null: name at least one reward function (or a task or environment, which bring their own)"
         )
-    columns, gaps = datamodule.columns, datamodule.gaps
+    columns, gaps = columns_of(datamodule.prompts)
     for reward in built:
         check_reward(reward, columns, gaps=gaps)
     check_evaluation(evaluation, datamodule.validation_names, built)

@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rhymerl.data import LengthLimits, PromptDataModule, PromptEncoder
+from rhymerl.data.base import columns_of
 from rhymerl.errors import ConfigError, DataError
 from rhymerl.tasks import RunningSum
 
@@ -65,16 +66,16 @@ def test_a_step_that_wants_more_prompts_than_there_are_is_said(
 
 def test_columns_are_those_of_every_prompt(prepare: Prepare) -> None:
     rows = [{"prompt": "1", "answer": "1", "id": "a", "x": 2}, {"prompt": "2", "x": 1, "answer": "2"}, *ROWS]
-    assert prepare(PromptDataModule(rows[:2])).columns == ["answer", "x"]
-    assert prepare(PromptDataModule(rows)).columns == []
-    assert PromptDataModule(rows).columns == []
+    assert columns_of(prepare(PromptDataModule(rows[:2])).prompts)[0] == ["answer", "x"]
+    assert columns_of(prepare(PromptDataModule(rows)).prompts)[0] == []
+    assert columns_of(PromptDataModule(rows).prompts)[0] == []
 
 
 def test_a_column_that_some_rows_lack_has_the_place_of_the_first(prepare: Prepare) -> None:
     rows = [{"prompt": "1", "answer": "1", "x": 2}, {"prompt": "2", "x": 1}, {"prompt": "3", "x": 1}]
     module = prepare(PromptDataModule(rows, [{"prompt": "1", "answer": "1"}]))
-    assert (module.columns, module.gaps) == ([], {"answer": "data.train, row 2", "x": "data.validation, row 1"})
-    assert prepare(PromptDataModule(rows[:1])).gaps == {}
+    assert columns_of(module.prompts) == ([], {"answer": "data.train, row 2", "x": "data.validation, row 1"})
+    assert columns_of(prepare(PromptDataModule(rows[:1])).prompts)[1] == {}
 
 
 def test_no_training_data_is_refused(prepare: Prepare) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rhymerl.environments.encoding import ReplyEncoder
+from rhymerl.models.chat import ChatTokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "tool", "description": "", "parameters": {}}}]
 LETTERS = 'the answer is 12 and no other\n\n  yes? {"text": "no"} user\n assistant\n system: naïve 你好 🙂\n\n\n'
@@ -370,7 +372,14 @@ FAMILIES = {
 
 
 def encoder_of(name: str, **settings: Any) -> ReplyEncoder:
-    return ReplyEncoder(FAMILIES[name].tokenizer(), stop_token_ids=FAMILIES[name].stop_token_ids(), **settings)
+    return reply_encoder(FAMILIES[name].tokenizer(), stop_token_ids=FAMILIES[name].stop_token_ids(), **settings)
+
+
+def reply_encoder(
+    tokenizer: Any, *, stop_token_ids: Sequence[int] = (), max_reply_tokens: int | None = None, **settings: Any
+) -> ReplyEncoder:
+    chat = ChatTokenizer(tokenizer, **settings)
+    return ReplyEncoder(chat, stop_token_ids=stop_token_ids, max_reply_tokens=max_reply_tokens)
 
 
 def save_model(name: str, path: Path) -> None:

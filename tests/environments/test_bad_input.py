@@ -18,14 +18,13 @@ from rhymerl import ConfigError
 from rhymerl.cli import main
 from rhymerl.drafters import NoDrafter
 from rhymerl.environments import Environment
-from rhymerl.environments.encoding import ReplyEncoder
 from rhymerl.environments.episodes import Episodes
 from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.errors import HookError
 from rhymerl.testing import tiny_policy
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 from rhymerl.workers.host import Host
-from tests.environments.families import FAMILIES, save_model
+from tests.environments.families import FAMILIES, reply_encoder, save_model
 from tests.environments.test_episodes import Turns, answers
 from tests.environments.worlds import Asks, Litters
 from tests.integration.training import Run
@@ -115,7 +114,7 @@ def test_an_environment_that_no_other_process_can_have_is_refused_at_the_start()
 def episodes_of(tokenizer: PreTrainedTokenizerBase, **limits: Any) -> Episodes:
     return Episodes(
         EnvironmentPool(Asks(), num_processes=2),
-        ReplyEncoder(tokenizer),
+        reply_encoder(tokenizer),
         decode=lambda ids: "".join(chr(48 + each % 10) for each in ids),
         **{"context_tokens": 100, "max_turns": 3, **limits},
     )

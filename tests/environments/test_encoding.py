@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rhymerl.environments.encoding import CUT_MARK, ReplyEncoder
 from rhymerl.errors import DataError
 from rhymerl.models.tokenizers import character_tokenizer
-from tests.environments.families import FAMILIES, TOOLS, Family, encoder_of
+from tests.environments.families import FAMILIES, TOOLS, Family, encoder_of, reply_encoder
 
 PIECES = ("yes", "12", " ", "?", "é", "你好", "🙂", "\n", "\n\n", "  ", '"', "\\", "{", "assistant", "user\n", "\u200d")
 LONG = "yes 12 " * 1000
@@ -139,17 +139,17 @@ def test_a_reply_begins_with_the_end_of_a_turn_that_was_cut() -> None:
 
 def test_ends_of_turns_are_found_without_stop_tokens() -> None:
     for name in ("qwen2.5", "llama3", "gemma", "phi", "mistral", "harmony", "olmo"):
-        encoder = ReplyEncoder(FAMILIES[name].tokenizer())
+        encoder = reply_encoder(FAMILIES[name].tokenizer())
         assert appended(encoder, "hi") == appended(encoder_of(name), "hi")
 
 
 def test_a_token_that_no_policy_samples_is_not_taken_for_its_end() -> None:
-    assert appended(ReplyEncoder(FAMILIES["glm"].tokenizer()), "hi") == "<|user|>\nhi<|assistant|>\n"
+    assert appended(reply_encoder(FAMILIES["glm"].tokenizer()), "hi") == "<|user|>\nhi<|assistant|>\n"
 
 
 def test_a_template_without_an_end_of_turn_appends_all_of_it() -> None:
     template = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}{{ 'assistant: ' }}"
-    encoder = ReplyEncoder(FAMILIES["olmo"].tokenizer(), chat_template_kwargs={"chat_template": template})
+    encoder = reply_encoder(FAMILIES["olmo"].tokenizer(), chat_template_kwargs={"chat_template": template})
     assert appended(encoder, "hi") == "\nuser: hi\nassistant: "
 
 
@@ -181,7 +181,7 @@ def test_plain_text_is_appended_as_it_is(name: str, text: str) -> None:
 
 
 def test_plain_text_needs_no_template() -> None:
-    assert ReplyEncoder(character_tokenizer("0123")).encode("12", is_chat=False)[1].tolist() == [3, 4]
+    assert reply_encoder(character_tokenizer("0123")).encode("12", is_chat=False)[1].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_replies_are_of_the_prompts_kind() -> None:
         encoder_of("olmo").encode([{"role": "user", "content": "no"}], is_chat=False)
     for is_chat in (True, False):
         with pytest.raises(DataError, match="has no chat template; use string replies or an instruction-tuned model"):
-            ReplyEncoder(character_tokenizer("no")).encode([{"role": "user", "content": "no"}], is_chat=is_chat)
+            reply_encoder(character_tokenizer("no")).encode([{"role": "user", "content": "no"}], is_chat=is_chat)
 
 
 def test_a_text_that_the_tokenizer_does_not_know_is_refused() -> None:
     with pytest.raises(DataError, match="^environment: the reply has 'x', which the tokenizer does not know$"):
-        ReplyEncoder(character_tokenizer("0123")).encode("1x", is_chat=False)
+        reply_encoder(character_tokenizer("0123")).encode("1x", is_chat=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -260,13 +260,13 @@ def test_a_reply_that_fits_is_whole() -> None:
 
 
 def test_plain_text_is_cut_too_without_a_mark_that_the_tokenizer_lacks() -> None:
-    encoder = ReplyEncoder(character_tokenizer("0123"), max_reply_tokens=4)
+    encoder = reply_encoder(character_tokenizer("0123"), max_reply_tokens=4)
     assert encoder.encode("012301230", is_chat=False)[1].tolist() == [2, 3, 4, 5]
     assert appended_text(FAMILIES["olmo"].tokenizer(), "no " * 99, limit=20).endswith(f"no no {CUT_MARK}")
 
 
 def appended_text(tokenizer: PreTrainedTokenizerBase, reply: str, *, limit: int) -> str:
-    return str(tokenizer.decode(ReplyEncoder(tokenizer, max_reply_tokens=limit).encode(reply, is_chat=False)[1]))
+    return str(tokenizer.decode(reply_encoder(tokenizer, max_reply_tokens=limit).encode(reply, is_chat=False)[1]))
 
 
 def test_a_limit_below_the_scaffold_is_refused() -> None:

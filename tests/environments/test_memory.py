@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rhymerl.environments import Environment, Python, Reply, Tools, Turn, calculator, pure
 from rhymerl.environments.base import is_remembered
 from rhymerl.environments.episodes import Episodes
-from rhymerl.environments.memory import ENTRY_BYTES, RememberingPool, ReplyMemory, key_of
+from rhymerl.environments.memory import ENTRY_BYTES, ReplyMemory, key_of
 from rhymerl.environments.pool import EnvironmentPool
 from rhymerl.errors import EpisodeError
 from rhymerl.tasks import RunningSum
@@ -38,12 +38,12 @@ def log(tmp_path) -> Path:
     return path
 
 
-def remembering_pool(environment: Environment) -> RememberingPool:
-    return RememberingPool(EnvironmentPool(environment, num_processes=1), environment, max_bytes=2**20)
+def remembering_pool(environment: Environment) -> EnvironmentPool:
+    return EnvironmentPool(environment, num_processes=1, memory=ReplyMemory(2**20))
 
 
 @contextmanager
-def remembering(log: Path, **settings) -> Iterator[RememberingPool]:
+def remembering(log: Path, **settings) -> Iterator[EnvironmentPool]:
     with closing(remembering_pool(Logs(str(log)))) as pool:
         yield pool
 
@@ -52,7 +52,7 @@ def calls(log: Path) -> list[str]:
     return log.read_text().split()
 
 
-def all_replies(pool: RememberingPool, count: int) -> dict[str, tuple]:
+def all_replies(pool: EnvironmentPool, count: int) -> dict[str, tuple]:
     found: dict[str, tuple] = {}
     while len(found) < count and (replied := pool.replied(None)):
         for each in replied:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rhymerl.environments import Tools, Turn, answer, calculator, pure
+from rhymerl.environments.base import checked_reply
 from rhymerl.environments.memory import key_of
-from rhymerl.environments.replies import checked_reply
 from rhymerl.errors import HookError
 from rhymerl.tasks import RunningSum
 from tests.environments.test_calls import RESPONSE_TEMPLATE

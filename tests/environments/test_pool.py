@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from rhymerl.environments.base import Environment, Reply, Turn
+from rhymerl.environments.base import Environment, Reply, Turn, checked_reply
 from rhymerl.environments.pool import EnvironmentPool, Replied
-from rhymerl.environments.replies import checked_reply
 from rhymerl.errors import EpisodeError
 from tests.environments.worlds import Asks, AsyncShells, Awaits, Fails, Meets, Shells
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from rhymerl.environments.encoding import ReplyEncoder
 from rhymerl.environments.proof import prove
 from rhymerl.errors import ConfigError
 from rhymerl.models.tokenizers import character_tokenizer
-from tests.environments.families import FAMILIES, TOOLS, encoder_of
+from tests.environments.families import FAMILIES, TOOLS, encoder_of, reply_encoder
 
 DROPPED = {
     ("qwen3", "user"): r"thinking in an earlier turn: 'Yes.<|im_end|>",
@@ -52,7 +51,7 @@ def test_a_template_only_appends_unless_it_drops_thoughts(name: str, role: str) 
     ],
 )
 def test_settings_count(name: str, settings: dict[str, Any], difference: str) -> None:
-    encoder = ReplyEncoder(FAMILIES[name].tokenizer(), **settings)
+    encoder = reply_encoder(FAMILIES[name].tokenizer(), **settings)
     assert f"({difference}" in str(prove(encoder, ["user"]))
 
 
@@ -97,4 +96,4 @@ def test_a_reply_that_the_template_cannot_carry_ends_the_run(name: str, role: st
 
 
 def test_there_is_nothing_to_prove_of_plain_text() -> None:
-    assert prove(ReplyEncoder(character_tokenizer("01")), ["user"]) is None
+    assert prove(reply_encoder(character_tokenizer("01")), ["user"]) is None

@@ -13,8 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from rhymerl.rewards import Reward, RewardScorer
-from rhymerl.rewards.sandbox.process import SandboxError
-from rhymerl.rewards.sandbox.run import Job, Sandbox
+from rhymerl.rewards.sandbox.run import Job, Sandbox, SandboxError
 from tests.rewards.hostile import CLONER, SHARED
 
 BOMB = f"{CLONER}import time\ndef f(x):\n for _ in range(400): clone({SHARED})\n time.sleep(9)"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.rewards.sandbox.process import SandboxError
-from rhymerl.rewards.sandbox.run import Job, JobResult, Sandbox, missing_walls
+from rhymerl.rewards.sandbox.run import Job, JobResult, Sandbox, SandboxError, missing_walls
 from tests.rewards.processes import descendants, is_alive, wait_until
 
 pytestmark = pytest.mark.skipif(

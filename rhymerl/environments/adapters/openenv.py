@@ -16,19 +16,15 @@ from rhymerl.tasks.base import Row, Task, TaskSplit
 _OF_STEP = ("done", "reward", "metadata")  # fields that every observation may have beside its own
 
 
-def _client(url: str) -> Any:
-    """Raises ConfigError without the package."""
+async def _connected(url: str) -> Any:
+    """Raises ConfigError without the package, and ValueError where no server answers."""
     require_package("openenv", "environment=openenv")
     from openenv.core import GenericEnvClient
 
-    return GenericEnvClient(base_url=url)
-
-
-async def _connected(url: str) -> Any:
-    client = _client(url)
+    client = GenericEnvClient(base_url=url)
     try:
         await client.connect()
-    except (ConnectionError, OSError) as error:
+    except OSError as error:
         raise ValueError(f"url={url!r}: no OpenEnv server answers: {error}") from error
     return client
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .children import NoProcessError, confine, fork, keep_only
 from .remote import EVERYTHING, Peer
-from .wire import read_message, write_message
 
 _REQUESTS, _REPLIES = 3, 4
-_MAX_MESSAGE_BYTES = 2**26
 _MAX_OUTPUT_BYTES = 2**20  # of a program
 EXITS = {"exit": sys.exit, "quit": sys.exit}  # builtins of the `site` module, which is not loaded
 
@@ -24,10 +24,10 @@ def start(job: dict[str, Any], *, null_fd: int, filtered: bool) -> tuple[int, in
     def work() -> None:
         keep_only([null_fd, null_fd, null_fd, requests_fd, replies_fd])
         if job["is_program"]:
-            _run_programs(job, filtered=filtered)
+            _offer(partial(_run_program, job, filtered=filtered))
         else:
             confine(job, filtered=filtered)
-            _offer_functions(job["code"])
+            _offer(partial(_load, job["code"], {"__name__": "answer", **EXITS}))
 
     fork(work)
     os.close(requests_fd)
@@ -35,34 +35,21 @@ def start(job: dict[str, Any], *, null_fd: int, filtered: bool) -> tuple[int, in
     return replies, requests
 
 
-def _offer_functions(code: str) -> None:
-    """Run the code on request, and let its functions be called; object 0 maps names to values."""
-    names: dict[str, Any] = {"__name__": "answer", **EXITS}
-
-    def load(wanted: list[str]) -> dict[str, Any]:
-        exec(compile(code, "answer.py", "exec"), names)
-        return {name: names[name] for name in wanted if name in names}
-
+def _offer(function: Callable[..., Any]) -> None:
+    """Let this function be called, and what it returns: it is object 0."""
     peer = Peer(_REQUESTS, _REPLIES, operations=EVERYTHING)
-    peer.export(load)
+    peer.export(function)
     peer.serve()
 
 
-def _run_programs(job: dict[str, Any], *, filtered: bool) -> None:
-    """Run the code in a process of its own for each input asked for; reply with its output and exit code."""
-    while True:
-        try:
-            given = read_message(_REQUESTS, max_bytes=_MAX_MESSAGE_BYTES)
-        except EOFError:
-            return
-        try:
-            reply = _run_program(job, given, filtered=filtered)
-        except NoProcessError as error:
-            reply = {"unavailable": str(error)}
-        write_message(_REPLIES, reply)
+def _load(code: str, names: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
+    """Run the code, and return its functions."""
+    exec(compile(code, "answer.py", "exec"), names)
+    return {name: names[name] for name in wanted if name in names}
 
 
 def _run_program(job: dict[str, Any], given: str, *, filtered: bool) -> dict[str, Any]:
+    """Run the code in a process of its own. Returns its output and exit code, or why there is no process."""
     source = os.memfd_create("input")
     with open(source, "wb", closefd=False) as file:
         file.write(given.encode())
@@ -74,9 +61,13 @@ def _run_program(job: dict[str, Any], given: str, *, filtered: bool) -> dict[str
         confine(job, filtered=filtered)
         _be_program(job["code"])
 
-    child = fork(work)
-    os.close(source)
-    os.close(written_fd)
+    try:
+        child = fork(work)
+    except NoProcessError as error:
+        return {"unavailable": str(error)}
+    finally:
+        os.close(source)
+        os.close(written_fd)
     with open(output_fd, "rb") as pipe:  # once it is closed, a program that goes on writing ends by SIGPIPE
         output = pipe.read(_MAX_OUTPUT_BYTES + 1)
     text = output.decode(errors="replace") if len(output) <= _MAX_OUTPUT_BYTES else None

@@ -15,7 +15,6 @@ from .remote import CALLS, Caught, Peer, Remote
 from .wire import BrokenMessageError, encode, read_message, write_message
 
 _MAX_TESTS_BYTES = 2**30
-_MAX_MESSAGE_BYTES = 2**26
 _MAX_WORDS = 300  # characters
 _OWN = {*vars(builtins), *answer.EXITS, "__builtins__"}  # names that the tests have from Python
 
@@ -26,14 +25,13 @@ def examine(job: dict[str, Any], *, job_fd: int, report_fd: int, null_fd: int, f
     limit(job)
     tests = read_message(job_fd, max_bytes=_MAX_TESTS_BYTES)  # not before: the answer's process would have them too
     peer = Peer(replies, requests, operations=CALLS)
+    offered = Remote(peer, 0)
     if job["is_program"]:
-        trials: Iterator[Callable[[], dict[str, Any]]] = (
-            partial(_try_program, test, replies, requests) for test in tests
-        )
+        trials: Iterator[Callable[[], dict[str, Any]]] = (partial(_try_program, test, offered) for test in tests)
     else:
         if filtered:
             seccomp.install(memory_mb=job["memory_mb"])
-        trials = _function_trials(tests, job["entry_point"], Remote(peer, 0))
+        trials = _function_trials(tests, job["entry_point"], offered)
     for trial in trials:
         outcome = {}
         with Caught() as caught:
@@ -59,9 +57,8 @@ def _words(error: BaseException) -> str:
     return name
 
 
-def _try_program(test: dict[str, Any], replies: int, requests: int) -> dict[str, Any]:
-    write_message(requests, test["input"])
-    reply = read_message(replies, max_bytes=_MAX_MESSAGE_BYTES)
+def _try_program(test: dict[str, Any], run: Any) -> dict[str, Any]:
+    reply = run(test["input"])
     if "unavailable" in reply:
         raise NoProcessError(reply["unavailable"])
     assert reply["output"] is not None, "too much output"

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal, Self, get_args
 
-from rhymerl.rewards.sandbox.process import SandboxError, UnavailableError, WarmProcess
 from rhymerl.rewards.sandbox.wire import decode, whole_messages, write_message
 
 Wall = Literal["namespaces", "seccomp", "process_limit"]
 WALLS: tuple[Wall, ...] = get_args(Wall)
 
+_PACKAGES = str(Path(__file__).parents[1])  # this folder is imported from there, as a package of its own
+_PROGRAM = (
+    "import json, sys; sys.path.insert(0, sys.argv[1]); from sandbox.forkserver import main; del sys.path[0]; "
+    "main(*map(json.loads, sys.argv[2:]))"
+)
+# Nothing of the parent's: tokens and passwords are there. Sets of strings have one order; threads share one heap.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_WARM_UP_LIMIT_S = 100.0  # imports included
+_MAX_WORDS_BYTES = 1000
 _START_LIMIT_S = 10.0
 _TRY_AGAIN_AFTER_S = (0.1, 0.3, 0.9)
 _CHUNK_BYTES = 2**16
 _ROOT = Path("/sys/fs/cgroup")
+
+
+class SandboxError(RuntimeError):
+    """No sandbox could be had; it says nothing about the answer."""
+
+
+class UnavailableError(SandboxError):
+    """There is none at the moment, for want of processes or namespaces for instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +64,8 @@ class Job:
 
     def message(self) -> dict[str, Any]:
         """Return the part that the answer's process may know."""
-        names = ("code", "entry_point", "is_program", "stops_at_failure", "time_limit_s", "memory_mb")
-        return {name: getattr(self, name) for name in names} | {
-            "folders": list(self.folders),
-            "unsafe_without": list(self.unsafe_without),
-        }
+        names = [each.name for each in fields(self) if each.name != "tests"]
+        return {name: getattr(self, name) for name in names} | {"unsafe_without": list(self.unsafe_without)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +83,33 @@ class JobResult:
     missing: Mapping[str, str] = field(default_factory=dict)  # walls that this machine does not offer, and why
 
 
-class Sandbox(WarmProcess):
-    """A place that tries each answer in its own sandbox, with `modules` imported. It is a context manager.
+class Sandbox:
+    """A place that tries each answer in its own sandbox, forked from a warm process. It is a context manager.
 
-    Entering starts the warm process if it can be had, and `run` does where there is none.
+    The warm process has imported `modules`, from `folders` and Python's; it ends with its opener. Entering starts it if
+    it can be had, and `run` does where there is none. Threads may share it.
     """
 
+    def __init__(self, *, folders: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
+        self._words = [json.dumps(list(folders)), json.dumps(list(modules))]
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
     def __enter__(self) -> Self:
-        with suppress(UnavailableError):
-            self.open()
+        with suppress(UnavailableError), self._lock:
+            self._connected()
         return self
 
     def __exit__(self, *of_an_error: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """End it for good, and all that runs; may be called twice."""
+        with self._lock:
+            self._closed = True
+            self._end()
 
     def run(self, job: Job) -> JobResult:
         """Try an answer. When this returns nothing of it is left.
@@ -106,10 +138,61 @@ class Sandbox(WarmProcess):
                     write_message(given.fileno(), job.message())
                     write_message(given.fileno(), list(job.tests))
                     given.seek(0)
-                    self.request([given.fileno(), written])
+                    self._request([given.fileno(), written])
                 return _read(report, limit_s=job.time_limit_s + _START_LIMIT_S)
         except OSError as error:
             raise SandboxError(f"a sandbox cannot be started: {error}") from error
+
+    def _request(self, fds: Sequence[int]) -> None:
+        """Have a child forked that gets these descriptors. Raises SandboxError."""
+        with self._lock:
+            try:
+                socket.send_fds(self._connected(), [b"x"], fds)
+            except OSError as error:
+                self._end()
+                raise UnavailableError(f"its warm process has gone: {error}") from error
+
+    def _connected(self) -> socket.socket:
+        """Return the socket of the warm process, which is started where there is none. Raises SandboxError."""
+        if self._requests is not None:
+            return self._requests
+        if self._closed:
+            raise SandboxError("a sandbox was closed")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests = ours
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", _PROGRAM, _PACKAGES, *self._words],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_ENVIRONMENT,
+                cwd="/",
+            )
+        except OSError as error:
+            self._end()
+            raise UnavailableError(f"a sandbox cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        ours.settimeout(_WARM_UP_LIMIT_S)
+        try:
+            words = ours.recv(_MAX_WORDS_BYTES)
+        except TimeoutError:
+            words = b"it took too long"
+        ours.settimeout(None)
+        if words != b"ready":
+            self._end()
+            kind = SandboxError if words else UnavailableError
+            raise kind(f"a sandbox did not come up: {words.decode() or 'its process ended'}")
+        return ours
+
+    def _end(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._requests = self._process = None
 
 
 def run(job: Job) -> JobResult:
