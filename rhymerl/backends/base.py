@@ -29,6 +29,7 @@ class Backend(ABC):
     """
 
     workers_are_remote = False  # apart from the trainer's ranks
+    has_servers = False  # whether its engines run already: each of them is a worker by itself then, and no rank's
     release_memory = False  # whether its engine gives weights, keys and values back for an update
     # Whether its log-probs are the update's own but for rounding: the same weights, the same precision.
     draws_exactly = False
@@ -36,15 +37,19 @@ class Backend(ABC):
     says_routes = False  # whether it tells which experts have computed each token, `Output.routes`
     max_running: int | None = None  # requests that a worker decodes side by side, where that is known
     counts_passes = False  # whether `collect` takes `max_passes`, so that ranks in lockstep repeat bit for bit
+    longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
+    setup: Setup | None = None  # of the update that it leaves its memory to; None: nothing is trained
 
     def check(self, longest_tokens: int) -> None:
         """Raise ConfigError when no sequence (prompt and answer) of so many tokens fits; called before any compute."""
+        self.longest_tokens = longest_tokens
 
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         """Raise ConfigError for a drafter or budget that the engine cannot use as set; called before any compute."""
 
     def share(self, setup: Setup | None) -> None:
         """Leave a rank's update its memory on the device; called before `start`. None: nothing is trained."""
+        self.setup = setup
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:
         """Return an engine's memory on a GPU, weights included if it `owns_policy`; None if that is unknown."""
@@ -143,18 +148,3 @@ class RolloutBackend(Backend):
         time.
         """
         return {}
-
-
-class ServedBackend(RolloutBackend):
-    """An engine of one's own, or servers that run already: each of these is a worker by itself, and no rank's."""
-
-    history_tokens: int | None = HISTORY_TOKENS  # that each of them remembers at most
-
-    @property
-    @abstractmethod
-    def has_servers(self) -> bool:
-        """Return whether its engines run already."""
-
-    @abstractmethod
-    def servers(self) -> Sequence[ServedBackend]:
-        """Return a backend for each server that there is. Raises BackendError for one that does not answer."""

@@ -20,7 +20,7 @@ from rhymerl.engine.support import prove_engine, refuse_impossible, refuse_unsup
 from rhymerl.engine.totals import EngineTotals
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges
 from rhymerl.history import NO_VERSION, HistoryStore
-from rhymerl.memory.base import EngineShape, Setup
+from rhymerl.memory.base import EngineShape
 from rhymerl.memory.outline import ModelShape, model_shape
 from rhymerl.memory.parts import kv_tokens_beside
 from rhymerl.models.copies import copy_weights, twin_of
@@ -59,8 +59,6 @@ class EmbeddedBackend(RolloutBackend):
         self.complaints: set[type[Drafter]] = set()  # whose malformed drafts have been told about
         self._copy: Policy | None = None  # where it is asked for
         self._engine: Engine | None = None
-        self._setup: Setup | None = None
-        self._longest_tokens: int | None = None  # of a prompt and its answer, as `check` was told
         self._reported = EngineTotals()
         self._followed = NO_VERSION  # version of the history that the drafter knows
 
@@ -76,7 +74,7 @@ class EmbeddedBackend(RolloutBackend):
             )
         if self._engine is not None:
             refuse_unsupported(self._engine.model, longest_tokens)
-        self._longest_tokens = longest_tokens
+        super().check(longest_tokens)
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape:
         own = model.parameters * model.itemsize if self._owns_model else 0
@@ -88,9 +86,6 @@ class EmbeddedBackend(RolloutBackend):
             longest_tokens=self.kv_tokens or model.longest_tokens,  # and what is left
         )
 
-    def share(self, setup: Setup | None) -> None:
-        self._setup = setup
-
     def start(
         self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
@@ -98,7 +93,7 @@ class EmbeddedBackend(RolloutBackend):
             named, policy = policy.named_weights(), twin_of(policy)
             self._copy = policy
             self._refresh(named)
-        refuse_unsupported(policy.model, self._longest_tokens or policy.context_tokens)
+        refuse_unsupported(policy.model, self.longest_tokens or policy.context_tokens)
         prove_engine(policy.model)
         with autocast():
             kv_tokens = self.kv_tokens or self._kv_tokens(policy)
@@ -120,7 +115,7 @@ class EmbeddedBackend(RolloutBackend):
 
     def _kv_tokens(self, policy: Policy) -> int:
         """Return how many tokens' keys and values fit. Raises ConfigError if the longest sequence does not."""
-        device, longest = policy.device, self._longest_tokens or policy.context_tokens
+        device, longest = policy.device, self.longest_tokens or policy.context_tokens
         if device.type != "cuda":
             return max(_KV_TOKENS, longest)
         is_cast = torch.is_autocast_enabled("cuda")
@@ -129,7 +124,7 @@ class EmbeddedBackend(RolloutBackend):
         engine = self.memory(shape, NoDrafter(), None)
         torch.cuda.empty_cache()  # what an engine before has left
         free, _ = torch.cuda.mem_get_info(device)
-        room = kv_tokens_beside(self._setup, engine, free - _bytes_of_casts(shape))
+        room = kv_tokens_beside(self.setup, engine, free - _bytes_of_casts(shape))
         if room < longest:
             raise ConfigError(
                 f"backend=embedded: beside the update the GPU has room for keys and values of {max(room, 0)} tokens, and the longest prompt "
@@ -151,7 +146,7 @@ class EmbeddedBackend(RolloutBackend):
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         engine = self.engine
-        longest, vocabulary = self._longest_tokens or engine.rows.context, num_embeddings(engine.model)
+        longest, vocabulary = self.longest_tokens or engine.rows.context, num_embeddings(engine.model)
         for request in requests:
             refuse_impossible(request, longest, vocabulary=vocabulary)
         engine.submit(requests)

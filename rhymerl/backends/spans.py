@@ -28,14 +28,13 @@ class WorkerSpan:
 
 
 class SpanLog:
-    """The spans of a worker since they were last taken; those of one activity that are at most `gap_s` apart are one.
+    """The spans of a worker since they were last taken; those of one activity with short gaps are one.
 
     A wait for environments in such a gap is left out.
     """
 
-    def __init__(self, worker: int = 0, *, gap_s: float = _GAP_S) -> None:
+    def __init__(self, worker: int = 0) -> None:
         self.worker = worker
-        self.gap_s = gap_s
         self._spans: list[WorkerSpan] = []
 
     def note(self, activity: Activity, number: int, *, seconds: float) -> None:
@@ -56,7 +55,7 @@ class SpanLog:
 
     def _goes_on(self, last: WorkerSpan, span: WorkerSpan) -> bool:
         is_same = (last.activity, last.number) == (span.activity, span.number)
-        return is_same and span.start_s - last.end_s <= self.gap_s
+        return is_same and span.start_s - last.end_s <= _GAP_S
 
     def take(self) -> list[WorkerSpan]:
         """Return them, the oldest first, and forget them."""

@@ -141,7 +141,8 @@ class Group(Ranks):
     def _own_sigterm(self) -> None:
         """Take SIGTERM once the work begins, since Lightning takes it when a stage does; a program's handler stays."""
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and _is_default_or_lightnings(signal.getsignal(signal.SIGTERM)):
+        now = signal.getsignal(signal.SIGTERM)
+        if is_main and (now in (None, signal.SIG_DFL) or type(now).__module__.startswith("lightning.")):
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -172,10 +173,6 @@ class Group(Ranks):
 
 def _tensor(content: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
-
-
-def _is_default_or_lightnings(handler: object) -> bool:
-    return handler in (None, signal.SIG_DFL) or type(handler).__module__.startswith("lightning.")
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], *, bucket_bytes: int = 25 * 2**20) -> None:
@@ -218,7 +215,8 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         held = [parameter.grad is not None for parameter in parameters]
-        self._flat = torch.cat([*map(_flat_gradient, parameters), parameters[0].new_tensor(held)])
+        flat = [each.new_zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in parameters]
+        self._flat = torch.cat([*flat, parameters[0].new_tensor(held)])
         self._work = dist.all_reduce(self._flat, async_op=True)
 
     def receive(self) -> None:
@@ -231,7 +229,3 @@ class _Bucket:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(total.view_as(parameter))
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.new_zeros(parameter.numel()) if parameter.grad is None else parameter.grad.flatten()

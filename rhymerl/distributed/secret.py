@@ -22,18 +22,14 @@ def shared_secret() -> bytes:
     """
     given = os.environ.get(VARIABLE)
     if given is None:
-        return _of_file(_file())
+        state = os.environ.get("XDG_STATE_HOME")
+        folder = Path(state) if state else Path.home() / ".local" / "state"
+        return _of_file(folder / "rhymerl" / "secret")
     if len(given) < _LEAST:
         raise ConfigError(
             f"{VARIABLE}: {len(given)} characters; expected at least {_LEAST}, such as those of `openssl rand -hex 32`"
         )
     return given.encode()
-
-
-def _file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME")
-    folder = Path(state) if state else Path.home() / ".local" / "state"
-    return folder / "rhymerl" / "secret"
 
 
 def _of_file(path: Path) -> bytes:

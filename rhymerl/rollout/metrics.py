@@ -21,8 +21,9 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     rewarded = [sample for sample in samples if sample.has_reward]
     lengths = np.array([sample.num_sampled for sample in samples])
     ended = np.array([sample.completion.finish_reason == "stop" for sample in samples])
-    groups = by_prompt(rewarded).values()
-    spread = np.array([_deviation([sample.reward for sample in group]) for group in groups] or [0.0])
+    groups = [[sample.reward for sample in group] for group in by_prompt(rewarded).values()]
+    # Equal rewards deviate by 0, where rounding may leave something of it.
+    spread = np.array([0.0 if are_alike(rewards) else np.std(rewards) for rewards in groups] or [0.0])
     metrics = {
         **({"reward": np.mean([sample.reward for sample in rewarded])} if rewarded else {}),
         "reward_std": spread.mean(),
@@ -65,11 +66,6 @@ def episode_metrics(outputs: Sequence[Output]) -> dict[str, float]:
         **{f"episodes/{reason}_frac": reasons[reason] / len(outputs) for reason in _LIMITS},
         **{name: sum(values) / len(values) for name, values in numbers.items()},
     }
-
-
-def _deviation(rewards: Sequence[float]) -> float:
-    """0 for equal rewards, where rounding may leave something of it."""
-    return 0.0 if are_alike(rewards) else float(np.std(rewards))
 
 
 def staleness_metrics(samples: Sequence[Sample], step: int) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The workers that answer requests: on the trainer's ranks, or apart from them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rhymerl.backends.base import Backend, RolloutBackend, ServedBackend
+from rhymerl.backends.base import Backend, RolloutBackend
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.distributed import Ranks
 from rhymerl.environments.build import EpisodeSettings
@@ -16,6 +16,9 @@ from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.hosted import HostedWorkers
 from rhymerl.workers.remote.servers import ServersBackend
 from rhymerl.workers.run_ahead import RunAheadState
+
+if TYPE_CHECKING:
+    from rhymerl.backends.sglang.backend import SGLangBackend
 
 # What travels between the workers of ranks, apart from plain data and arrays.
 RECORDS: tuple[type, ...] = (
@@ -33,7 +36,7 @@ RECORDS: tuple[type, ...] = (
 
 def backend_of_workers(backend: Backend) -> Backend:
     """Return the backend that starts a run's workers: itself, or a wrapper if running servers are its workers."""
-    return ServersBackend(backend) if isinstance(backend, ServedBackend) and backend.has_servers else backend
+    return ServersBackend(cast("SGLangBackend", backend)) if backend.has_servers else backend
 
 
 def workers_of(
@@ -51,16 +54,23 @@ def workers_of(
 
     Raises ValueError for arguments that contradict one another.
     """
-    modes: dict[str, Any] = {"run_ahead": run_ahead, "max_staleness": max_staleness, "lockstep": lockstep}
+    settings: dict[str, Any] = {
+        "scheduler": scheduler,
+        "ranks": ranks,
+        "run_ahead": run_ahead,
+        "max_staleness": max_staleness,
+        "lockstep": lockstep,
+        "episodes": episodes,
+    }
     if isinstance(backend, HostedBackend):
         number = 0 if ranks.rank else num_workers or backend.num_workers(ranks.size)
-        return HostedWorkers(backend, scheduler, num_workers=number, ranks=ranks, episodes=episodes, **modes)
+        return HostedWorkers(backend=backend, num_workers=number, **settings)
     assert isinstance(backend, RolloutBackend)
     if num_workers not in (None, ranks.size):
         raise ValueError(
             f"workers={num_workers}: with {type(backend).__name__} every rank is a worker; expected null, {ranks.size}, or backend=ray"
         )
-    return RankWorkers(backend, scheduler, ranks=ranks, episodes=episodes, **modes)
+    return RankWorkers(backend=backend, **settings)
 
 
 __all__ = [

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from torch import Tensor
 
 from rhymerl.backends.spans import WorkerSpan
+from rhymerl.distributed import Ranks
+from rhymerl.environments.build import EpisodeSettings
 from rhymerl.errors import require_at_least
 from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Ratio, Sample
-from rhymerl.workers.coordinator import StepRequests
+from rhymerl.workers.coordinator import Coordinator, SharedPlan, StepRequests
 from rhymerl.workers.run_ahead import RunAheadState
 
+REBALANCE_S = 0.5  # between two times when the scheduler is asked for moves
+REBALANCE_EXCHANGES = 4  # the same in lockstep, where time is counted in exchanges
 # What a worker does that has finished its queue while others have not.
 RunAhead = Literal["off", "draft", "keep", "auto"]
 
@@ -42,16 +48,33 @@ def follows_clock(scheduler: Scheduler, run_ahead: RunAhead) -> bool:
     return scheduler.migrates or run_ahead != "off"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Workers(ABC):
-    """The workers of a run. All methods are collectives: every rank calls them in the same order."""
+    """The workers of a run, which `scheduler` gives their work. Every rank calls all methods, in the same order.
 
-    num_moves = 0  # requests that went to another worker in the latest `answer`
-    sampled_s: float | None = None  # over which the latest answers were sampled, where that is more than `answer` took
-    busy_s = 0.0  # of this rank's workers in the latest `answer`: their mean
+    With `lockstep` nothing follows the clock, so that a run repeats bit for bit.
+    """
+
+    scheduler: Scheduler
+    ranks: Ranks
+    run_ahead: RunAhead = "off"
+    max_staleness: int = 1
+    lockstep: bool = False
+    episodes: EpisodeSettings | None = None
+    num_moves: int = field(init=False, default=0)  # requests that went to another worker in the latest `answer`
+    # Over which the latest answers were sampled, where that is more than `answer` took.
+    sampled_s: float | None = field(init=False, default=None)
+    busy_s: float = field(init=False, default=0.0)  # of this rank's workers in the latest `answer`: their mean
 
     @abstractmethod
     def answer(self, work: StepRequests) -> Iterator[Completion]:
         """Yield the answers that this rank scores, each as it ends, until all ranks have theirs."""
+
+    def coordinator(self, work: StepRequests, plan: SharedPlan, *, works_on: bool = False) -> Coordinator:
+        """Return the coordinator of a step, which asks for moves every so many seconds, or exchanges in lockstep."""
+        every, clock = (REBALANCE_EXCHANGES, None) if self.lockstep else (REBALANCE_S, time.monotonic)
+        keeps = self.run_ahead == "keep"
+        return Coordinator(self.scheduler, work, plan, keeps=keeps, every=every, clock=clock, works_on=works_on)
 
     @property
     def num_waiting(self) -> int:

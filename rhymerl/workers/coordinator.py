@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 
@@ -15,8 +14,6 @@ from rhymerl.hooks import Hooks, line_of
 from rhymerl.schedulers.base import Plan, Progress, Scheduler, check_moves, check_plan, plan_hash
 from rhymerl.types import RolloutRequest, Split
 
-REBALANCE_S = 0.5
-REBALANCE_EXCHANGES = 4  # the same in lockstep, where time is counted in exchanges
 _NEARLY = 0.1  # of a worker's requests
 
 
@@ -227,11 +224,3 @@ class Coordinator:
             workers=np.repeat(np.arange(len(self._left)), [len(left) for left in self._left]),
             num_tokens=np.array([tokens for left in self._left for tokens in left.values()], np.int64),
         )
-
-
-def coordinator_of(
-    scheduler: Scheduler, work: StepRequests, plan: SharedPlan, *, keeps: bool, lockstep: bool, works_on: bool = False
-) -> Coordinator:
-    """Return the coordinator of a run, which asks for moves every so many seconds, or exchanges."""
-    every, clock = (REBALANCE_EXCHANGES, None) if lockstep else (REBALANCE_S, time.monotonic)
-    return Coordinator(scheduler, work, plan, keeps=keeps, every=every, clock=clock, works_on=works_on)

@@ -68,6 +68,7 @@ class Host:
         self.version = version  # of the policy that samples
         self.finished: list[Completion] = []
         self.released: list[Completion] = []
+        self.number = number
         self.spans = SpanLog(number)
         self.busy_s = 0.0
         self._seconds: dict[Activity, float] = defaultdict(float)  # since the last `metrics`
@@ -91,15 +92,11 @@ class Host:
     @property
     def is_busy(self) -> bool:
         """Return whether there is something to decode, or an environment may reply."""
-        return self.is_running or self.awaits_replies or any(map(self._may_run, self._jobs.values()))
-
-    @property
-    def awaits_replies(self) -> bool:
-        """Return whether an environment has been asked that has not replied."""
-        return self.num_waiting > 0
+        return self.is_running or self.num_waiting > 0 or any(map(self._may_run, self._jobs.values()))
 
     @property
     def num_waiting(self) -> int:
+        """Return how many episodes wait for a reply of their environment."""
         return self._episodes.num_waiting if self._episodes is not None else 0
 
     def metrics(self) -> Mapping[str, float]:
@@ -179,7 +176,7 @@ class Host:
 
     def _collect(self, timeout_s: float | None, max_passes: int | None = None) -> None:
         """Let the engine work until a request has ended, or a turn of one, and keep that."""
-        if self.awaits_replies:
+        if self.num_waiting:
             timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
         priority, started = min(self._num_running), time.perf_counter()
         found = self.engine.collect(timeout_s, max_passes=max_passes)
@@ -281,7 +278,7 @@ class Host:
 
     def _take_replies(self, timeout_s: float | None) -> None:
         """Let answers go on to which there is a reply; wait for one only where there is nothing else to do."""
-        if self._episodes is None or not self.awaits_replies:
+        if self._episodes is None or not self.num_waiting:
             return
         is_idle = not self.is_running and not any(map(self._may_run, self._jobs.values()))
         started = time.perf_counter()

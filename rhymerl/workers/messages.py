@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -14,13 +13,8 @@ from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Output, RolloutRequest, Sample, Split
 from rhymerl.workers.versions import Versions
 
-
-class WeightSource(ABC):
-    """One policy's weights on their way: workers load them when they come to it."""
-
-    @abstractmethod
-    def load(self) -> Mapping[str, Tensor]:
-        """Return all tensors by name; they are not to be written to."""
+# One policy's weights on their way, all tensors by name: workers call it when they come to it, and write to none.
+WeightSource = Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

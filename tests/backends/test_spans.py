@@ -12,7 +12,7 @@ def span(start_s: float, end_s: float, number: int = 3, activity="decode") -> Wo
 
 
 def test_spans_that_follow_closely_are_one_and_others_are_not():
-    log = SpanLog(7, gap_s=0.02)
+    log = SpanLog(7)
     for each in (
         span(0, 1),
         span(1.01, 2),
@@ -35,7 +35,7 @@ def test_what_has_just_ended_lasted_as_long_as_is_said():
 
 
 def test_a_wait_for_environments_is_left_out_with_the_gap_that_it_lies_in():
-    log = SpanLog(gap_s=0.02)
+    log = SpanLog()
     for each in (
         span(0, 1),
         span(1, 1.01, activity="environment"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rhymerl.backends.remote.weight_file import SharedWeightFile
+from rhymerl.backends.remote.weights import SharedWeightFile
 
 
 class Writer:

@@ -41,7 +41,7 @@ def started(
     backend.start(policy, drafter or NoDrafter(), budget=budget)
     backend.sync_weights(policy.model.named_parameters(), 0)
     if isinstance(backend, SGLangBackend):
-        threads = backend.session._in_flight.threads
+        threads = backend.in_flight.threads
         everybody = threading.Barrier(threads._max_workers + 1)
         for _ in range(threads._max_workers):
             threads.submit(everybody.wait)

@@ -115,7 +115,7 @@ def test_an_update_while_requests_are_in_flight(policy):
 
 def processes_of(backend):
     """The process group of its engine."""
-    group = backend.session._own.server._process.pid
+    group = backend.server.server._process.pid
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -148,7 +148,7 @@ def test_a_dead_engine_is_one_clear_error(policy):
             list(iter(backend.collect, None))
         timer.join()
         assert "the end of its log" in str(caught.value)
-        group = backend.session._own.server._process.pid
+        group = backend.server.server._process.pid
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
 
@@ -160,7 +160,7 @@ def test_a_dead_engine_has_a_successor_when_asked_for(policy):
         timer = killed_soon(backend)
         done = answered(backend, requests)
         timer.join()
-        assert backend.session._own.restarts_left == 0
+        assert backend.server.restarts_left == 0
     assert equal(done, embedded(policy, requests)) >= 0.96
 
 
@@ -171,14 +171,14 @@ def test_an_engine_that_hangs_has_a_successor_too(policy):
         started(backend, policy, HistoryTreeDrafter())
         os.kill(max(processes_of(backend), key=resident_pages), signal.SIGSTOP)
         done = answered(backend, requests)
-        assert backend.session._own.restarts_left == 0
+        assert backend.server.restarts_left == 0
     assert equal(done, embedded(policy, requests)) >= 0.96
 
 
 def test_what_cannot_be_answered_is_refused_here(policy):
     with sglang() as backend:
         started(backend, policy, NoDrafter())
-        assert backend.session.engine.get_if_known("/rhymerl/feed") is None  # the trainer alone writes its feed
+        assert backend.engine.get_if_known("/rhymerl/feed") is None  # the trainer alone writes its feed
         for request, message in (
             (make_requests(1, max_tokens=600)[0], "tokens; at most 512 fit"),
             (make_requests(1, vocabulary=30, seed=2, prompt_tokens=(20, 24))[0], "the prompt holds token"),

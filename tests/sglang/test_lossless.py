@@ -66,8 +66,8 @@ def test_the_same_request_of_another_client_again(plain, drafting):
     """The request has the same name; now its first answer is the draft."""
     sampling = {"temperature": 1.5, "max_new_tokens": 40, "ignore_eos": True}
     for backend in (plain, drafting):
-        engine = backend.session.engine
-        assert backend.session._delivery.draws_by_seed
+        engine = backend.engine
+        assert backend._delivery.draws_by_seed
         answers = [
             engine.post("/generate", {"rid": "theirs", "input_ids": [3, 4, 5], "sampling_params": sampling})[
                 "output_ids"

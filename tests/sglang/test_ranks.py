@@ -34,7 +34,7 @@ def live(rank: int, folder: str) -> None:
         backend.sync_weights(policy.model.named_parameters(), 1)
         dist.all_reduce(total)
         answers = answered(backend, requests)
-        port = backend.session.engine.port
+        port = backend.engine.port
         dist.barrier()
     share = equal(answers, embedded(policy, requests))
     (Path(folder) / f"{rank}.json").write_text(json.dumps([share, port, total.item()]))

@@ -119,7 +119,7 @@ def same_run(ours, theirs) -> None:
 
 
 def lines_about_servers(caplog) -> list[str]:
-    return [each.message for each in caplog.records if each.name == "rhymerl.backends.sglang.server_info"]
+    return [each.message for each in caplog.records if each.name == "rhymerl.backends.sglang.served"]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -15,18 +15,13 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.testing import make_answer
 from rhymerl.types import Prompt, RolloutRequest, SamplingParams
-from rhymerl.workers.messages import HistoryUpdate, Submit, Weights, WeightSource, Withdraw
+from rhymerl.workers.messages import HistoryUpdate, Submit, Weights, Withdraw
 from rhymerl.workers.remote.host import WorkerHost
 from rhymerl.workers.versions import Versions
 from tests.rollout.tokens import TokenBackend, token
 from tests.workers.late import NotingBackend
 
 AHEAD = 4  # so many of later steps run beside an earlier one
-
-
-class NoWeights(WeightSource):
-    def load(self):
-        return {}
 
 
 def requests(step: int, count: int) -> list[RolloutRequest]:
@@ -61,7 +56,7 @@ class Learning(FixedBudget):
 def hosted(length, engine_of=TokenBackend, budget=None) -> tuple[WorkerHost, TokenBackend]:
     engine = engine_of(length, max_running=16)
     host = WorkerHost(lambda source, version: engine, history=HistoryStore(), budget=budget)
-    host.post(Weights(version=0, source=NoWeights()))
+    host.post(Weights(version=0, source=dict))
     return host, engine
 
 
@@ -223,7 +218,7 @@ def test_what_an_older_policy_has_sampled_is_a_draft_for_the_one_that_the_answer
     host.post(Submit(requests=requests(1, 1), priority=1, versions=Versions(oldest=0, final=1)))
     host.post(Submit(requests=requests(2, 1), priority=2, versions=Versions(oldest=0, final=2)))
     host.step(max_passes=4)
-    host.post(Weights(version=1, source=NoWeights()))
+    host.post(Weights(version=1, source=dict))
     host.step(max_passes=1)
     (own, _, _), (later, tokens, _) = engine.answers["1/0"], engine.answers["2/0"]
     assert (own.prefetched.tolist(), own.output) == ([token(0, at, 0) for at in range(4)], None)
@@ -265,13 +260,13 @@ def test_an_engine_that_cannot_say_what_it_has_is_not_said_to_have_lost_it():
     assert host.step(max_passes=3).error is None
 
 
-class Slow(WeightSource):
+class Slow:
     """Weights that take until `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
 
-    def load(self):
+    def __call__(self):
         self.go.wait(60)
         return {}
 
@@ -279,9 +274,9 @@ class Slow(WeightSource):
 def test_what_is_given_back_is_told_before_new_weights_are_loaded():
     """Whoever goes on with it need not wait for them."""
     engine, weights = TokenBackend(lambda request: 10**6, max_running=16, pass_s=0.001), Slow()
-    host = WorkerHost(lambda source, version: (source.load(), engine)[1], history=HistoryStore())
+    host = WorkerHost(lambda source, version: (source(), engine)[1], history=HistoryStore())
     thread = threading.Thread(target=host.run)
-    host.post(Weights(version=0, source=NoWeights()))
+    host.post(Weights(version=0, source=dict))
     host.post(submit(0, 2))
     thread.start()
     try:

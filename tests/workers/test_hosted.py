@@ -18,10 +18,10 @@ from rhymerl.rollout import Rollout, RolloutLoop, RolloutSettings
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output
-from rhymerl.workers import coordinator
+from rhymerl.workers import base, coordinator
 from rhymerl.workers.coordinator import StepRequests
+from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.messages import OutputDelta
-from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.versions import Versions
 from tests.distributed.threads import run_ranks
 from tests.products import pairs_first, values_first
@@ -44,8 +44,8 @@ from tests.workers.fleet import alone, fleet, run
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
     """The scheduler is asked for moves within these short steps."""
-    monkeypatch.setattr(coordinator, "REBALANCE_S", 0.005)
-    monkeypatch.setattr(coordinator, "REBALANCE_EXCHANGES", 1)
+    monkeypatch.setattr(base, "REBALANCE_S", 0.005)
+    monkeypatch.setattr(base, "REBALANCE_EXCHANGES", 1)
 
 
 @pytest.mark.parametrize(("scheduler", "run_ahead", "lockstep"), pairs_first(SCHEDULERS, ["off", "draft"], PACES))
@@ -77,7 +77,7 @@ def test_workers_that_have_had_little_to_do_since_the_step_before_were_idle():
 
 def update_until(loop: RolloutLoop, holds: Callable[[InFlight], bool]) -> None:
     """Be an update that lasts until that holds for the next step."""
-    pool, ahead = loop.workers._pool, loop.workers._ahead
+    pool, ahead = loop.workers, loop.workers._ahead
     with pool.changed:
         pool.wait(60, lambda: holds(ahead))
         assert holds(ahead)

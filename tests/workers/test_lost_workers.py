@@ -14,7 +14,7 @@ import pytest
 from benchmarks.emulation.threads import ThreadBackend
 from rhymerl.errors import BackendError
 from rhymerl.rollout import Rollout
-from rhymerl.workers import coordinator
+from rhymerl.workers import base
 from tests.rollout.ranked import Restless, answers, check_kept, length, run_step
 from tests.rollout.tokens import TokenBackend
 from tests.workers.fleet import alone, fleet, run
@@ -88,7 +88,7 @@ def test_a_worker_that_hangs_before_it_has_weights_is_replaced():
     over = threading.Event()
     with fleet(make=lambda number: TokenBackend(length, pass_s=0.001)) as (loop, backend):
         backend.hang_timeout_s = 2.0
-        while not all(handle.is_here for handle in loop.workers._pool.handles):
+        while not all(handle.is_here for handle in loop.workers.handles):
             time.sleep(0.01)
         for connection in backend.connections:
             connection._host.poll = lambda wait_s: over.wait(30)
@@ -177,7 +177,7 @@ class Late(ThreadBackend):
         return connection
 
     def _when_there(self, connection, wait_s: float):
-        while not (connection.is_there or connection._is_killed or self.room.wait(0.02)):
+        while not (connection.is_there or connection._killed.is_set() or self.room.wait(0.02)):
             pass
         connection.is_there = True
         return connection._host.poll(wait_s)
@@ -208,7 +208,7 @@ def test_workers_come_in_the_middle_of_a_step_and_are_taken_away():
 )
 def test_moves_to_workers_that_are_lost_or_late_keep_nobody_waiting(run_ahead, monkeypatch):
     """Requests move anywhere all the time; workers are killed at random, and successors may come late or never."""
-    monkeypatch.setattr(coordinator, "REBALANCE_S", 0.005)
+    monkeypatch.setattr(base, "REBALANCE_S", 0.005)
     steps = restless_steps(12, run_ahead)
     assert steps[-1].metrics["workers/lost"] > 0
     if run_ahead == "keep":
@@ -222,7 +222,7 @@ def restless_steps(count: int, run_ahead: str) -> list[Rollout]:
     draw, backend = random.Random(run_ahead), Late(lambda number: TokenBackend(length, pass_s=0.001))
     steps: list[Rollout] = []
     with fleet(Restless, backend=backend, workers=4, run_ahead=run_ahead) as (loop, _):
-        pool, over = loop.workers._pool, threading.Event()
+        pool, over = loop.workers, threading.Event()
 
         def kill() -> None:
             while not over.wait(draw.uniform(0.0, 0.1)):

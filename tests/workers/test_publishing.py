@@ -7,7 +7,6 @@ import torch
 
 from rhymerl.testing import tiny_policy
 from rhymerl.workers.remote.publishing import Publisher
-from rhymerl.workers.remote.servers import CopiedWeights
 from tests.models.test_lora import adapted, change
 
 
@@ -17,10 +16,10 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[int] = []
 
-    def __call__(self, named) -> CopiedWeights:
+    def __call__(self, named):
         tensors = {name: tensor.detach().clone() for name, tensor in named}
         self.sent.append(sum(tensor.nbytes for tensor in tensors.values()))
-        return CopiedWeights(tensors=tensors)
+        return lambda: tensors
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -33,7 +32,7 @@ def test_adapters_alone_go_out_and_the_merged_weights_arrive(dtype):
             with torch.no_grad():
                 for part in parts:
                     part.mul_(1.5).add_(0.01)
-        found = publisher.publish(policy.named_weights()).load()
+        found = publisher.publish(policy.named_weights())()
         expected = dict(policy.named_weights())
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -53,13 +52,13 @@ def test_a_source_keeps_the_weights_of_its_time():
         for name, parameter in policy.model.named_parameters():
             if ".lora_B." in name:
                 parameter.add_(1.0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in source.load().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in source().items())
 
 
 def test_a_policy_without_adapters_goes_out_as_a_whole():
     policy, wire = tiny_policy(), Wire()
     publisher = Publisher(policy.model, wire)
     for _ in range(2):
-        found = publisher.publish(policy.named_weights()).load()
+        found = publisher.publish(policy.named_weights())()
         assert all(torch.equal(found[name], tensor) for name, tensor in policy.named_weights())
     assert wire.sent == [sum(tensor.nbytes for tensor in found.values())] * 2

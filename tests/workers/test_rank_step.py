@@ -12,9 +12,11 @@ from rhymerl.errors import BackendError
 from rhymerl.rollout import requests_of
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.workers import StepRequests
-from rhymerl.workers.coordinator import Command, make_plan
+from rhymerl.workers.coordinator import Command, SharedPlan, make_plan
 from rhymerl.workers.host import Host
+from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.ranks import RankStep, RankWorkers
+from rhymerl.workers.versions import Versions
 from tests.rollout.ranked import PROMPTS, SETTINGS, length
 from tests.rollout.tokens import TokenBackend, token
 
@@ -22,12 +24,19 @@ REQUESTS = requests_of(PROMPTS[:4], 0, SETTINGS, seed=0, stop_token_ids=())
 FOLLOWING = requests_of(PROMPTS[:2], 1, SETTINGS, seed=0, stop_token_ids=())
 
 
+def step_of(host: Host, work: StepRequests) -> RankStep:
+    """A step in which prefetched answers are kept; this rank's queue of it is given by hand."""
+    plan = SharedPlan(queues=[], digest="")
+    pending = InFlight(work=work, plan=plan, versions=Versions.of(0, "keep"))
+    return RankStep(host, pending, next_versions=Versions.of(1, "keep"))
+
+
 class Rank:
     """A rank by itself, which does so many passes at a time."""
 
     def __init__(self, backend: TokenBackend, queue, *, passes: int) -> None:
         self.host, self.passes = Host(backend, version=0), passes
-        self.step = RankStep(self.host, StepRequests(step=0, requests=REQUESTS, following=FOLLOWING), "keep")
+        self.step = step_of(self.host, StepRequests(step=0, requests=REQUESTS, following=FOLLOWING))
         self.step.go_on(queue)
 
     def decode(self):
@@ -36,14 +45,14 @@ class Rank:
 
     def run_ahead(self) -> None:
         plan = make_plan(FIFOScheduler(), FOLLOWING, num_workers=1, step=1)
-        self.step.follow(Command(moves={}, plan=plan), rank=0)
+        self.step.follow(Command(moves={}, plan=plan))
 
     def ahead(self):
         return self.step.end().outputs
 
 
 def hand_over(giver: Rank, taker: Rank, index: int) -> None:
-    giver.step.follow(Command(moves={index: 1}), rank=0)
+    giver.step.follow(Command(moves={index: 1}))
     taker.step.receive([message.value for message in giver.step.messages()])
 
 
@@ -58,6 +67,13 @@ def test_one_that_comes_after_the_plan_leaves_the_following_step_to_be_begun(com
     ended = [completion.request.id for _ in range(100) for completion in taker.decode()]
     assert len(ended) == 6 + comes_late
     assert len(taker.ahead()) == len(FOLLOWING)
+
+
+def test_what_has_begun_of_the_following_step_is_there_for_it():
+    rank = Rank(TokenBackend(length, max_running=len(FOLLOWING)), [], passes=1)
+    rank.run_ahead()
+    rank.decode()
+    assert {name: len(output) for name, output in rank.ahead().items()} == {each.id: 1 for each in FOLLOWING}
 
 
 class Late(TokenBackend):
@@ -132,7 +148,7 @@ def test_an_answer_that_comes_twice_is_an_error():
 def test_an_answer_of_a_step_that_was_given_up_is_no_answer_of_the_next_one():
     rank = Rank(TokenBackend(length), REQUESTS[:3], passes=4)
     rank.decode()
-    rank.step = RankStep(rank.host, StepRequests(step=1, requests=FOLLOWING), "keep")
+    rank.step = step_of(rank.host, StepRequests(step=1, requests=FOLLOWING))
     rank.step.go_on(FOLLOWING)
     with pytest.raises(BackendError, match="the answer to 0/.* has come, which is of no step that is under way"):
         collections.deque((rank.decode() for _ in range(200)), maxlen=0)
@@ -140,7 +156,7 @@ def test_an_answer_of_a_step_that_was_given_up_is_no_answer_of_the_next_one():
 
 def test_a_rank_was_busy_for_its_latest_answers_only():
     backend = TokenBackend(length, pass_s=0.005)
-    workers = RankWorkers(backend, FIFOScheduler(), ranks=Alone())
+    workers = RankWorkers(backend=backend, scheduler=FIFOScheduler(), ranks=Alone())
     assert len(list(workers.answer(StepRequests(step=0, requests=REQUESTS)))) == len(REQUESTS)
     backend.pass_s = 0.0
     started = time.perf_counter()

@@ -13,8 +13,8 @@ from torch import Tensor
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client
 from rhymerl.backends.remote.proof import draws_by_seed, prove_server
-from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.backends.remote.weight_group import WeightGroup
+from rhymerl.backends.remote.weights import SharedWeightFile
 from rhymerl.models.policy import DTYPES, Policy
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,9 @@ class Delivery:
                 self.engine, named, dtype, device=self.policy.device, ranks=self.tensor_parallel, version=version
             )
         elif self.way == "distributed":
-            self._joined_group().send(named, dtype, version=version)
+            if self._group is None or self._group.is_closed:
+                self._group = WeightGroup(self.engine, ranks=self.tensor_parallel, device=self.policy.device)
+            self._group.send(named, dtype, version=version)
         else:
             weights.from_disk(self.engine, named, dtype, self.folder, version=version, shared=self.shared)
         weights.flush(self.engine)
@@ -67,11 +69,6 @@ class Delivery:
                 "from a request's seed, change with the drafter, and are not those of backend=embedded",
                 self.engine.url,
             )
-
-    def _joined_group(self) -> WeightGroup:
-        if self._group is None or self._group.is_closed:
-            self._group = WeightGroup(self.engine, ranks=self.tensor_parallel, device=self.policy.device)
-        return self._group
 
     def sleep(self) -> None:
         """Free the engine's memory until the next `load`. Nothing may be in flight."""

@@ -12,23 +12,27 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rhymerl.drafters.base import Drafter
 from rhymerl.errors import BackendError, DataError
+from rhymerl.history import NO_VERSION, HistoryStore
 from rhymerl.history.files import from_bytes
 from rhymerl.history.packing import unpack_delta
 from rhymerl.history.records import HistoryDelta
-from rhymerl.types import Sample
+from rhymerl.types import Ratio, Sample
 
 _log = logging.getLogger(__name__)
 ROUTE = "/rhymerl/feed"
 LARGEST_BYTES = 2**29  # of a message over HTTP
+_MESSAGE_TOKENS = 2**24  # of history in a message; servers take some eight times as many
 COUNTS = ("asks", "hits", "drafted_nodes", "bad_drafts", "draft_s", "passes", "row_passes", "nodes")
 
 
@@ -136,3 +140,49 @@ class Counters:
         now = np.array(self._values)
         new, self._reported = now - self._reported, now
         return dict(zip(COUNTS, new.tolist(), strict=True))
+
+
+class Feed(Protocol):
+    """The way of messages to a drafter; `version` is the newest one's."""
+
+    version: int
+
+    def write(self, feed: FeedMessage) -> None:
+        """Send the next message."""
+
+
+class RemoteDrafter:
+    """The drafter in an engine, seen from the trainer: the feed that it reads, and what it has counted."""
+
+    def __init__(self, feed: Feed, counters: Counters) -> None:
+        self.feed = feed
+        self.counters = counters
+        self._followed = NO_VERSION
+        self._reported_s = time.monotonic()
+
+    def follow(self, history: HistoryStore) -> None:
+        """Send what is new in the history; all of it where the drafter has missed something."""
+        delta = history.deltas(self._followed)
+        if not all(map(self._is_told, delta.parts(_MESSAGE_TOKENS))):
+            delta = history.snapshot()
+            all(map(self._is_told, delta.parts(_MESSAGE_TOKENS)))
+        self._followed = delta.version
+
+    def _is_told(self, part: HistoryDelta) -> bool:
+        """Return False if the server was restarted, or got messages from another trainer."""
+        expected = self.feed.version + 1
+        self.feed.write(FeedMessage(delta=part))
+        return part.is_snapshot or self.feed.version == expected
+
+    def metrics(self, accepted: int) -> dict[str, float]:
+        """Return the drafter's metrics since the last call, in which so many draft tokens were accepted."""
+        new, now = self.counters.since(), time.monotonic()
+        seconds, self._reported_s = now - self._reported_s, now
+        return {
+            "rollout/spec_accept_rate": Ratio(accepted, new["nodes"]),
+            "budget/nodes_per_pass": Ratio(new["nodes"], new["passes"]),
+            "rollout/passes": int(new["passes"]),
+            "spec/draft_hit_rate": Ratio(new["hits"], new["asks"]),
+            "spec/bad_drafts": int(new["bad_drafts"]),
+            "spec/draft_time_frac": Ratio(new["draft_s"], seconds),
+        }

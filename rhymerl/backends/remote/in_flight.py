@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rhymerl.backends.remote.answers import EngineAnswer
-from rhymerl.backends.remote.client import Client
+from rhymerl.backends.remote.client import Client, NoAnswerError
 from rhymerl.backends.remote.wire import to_custom_params
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
@@ -25,6 +25,9 @@ from rhymerl.types import Completion, FinishReason, Output, RolloutRequest
 _OTHER_FILES = 512  # that a process may have open besides
 _FIRST_PIECE = 32  # tokens
 _LEAST_PIECE = 8
+LOOK_S = 0.2  # how often to see whether the engine is alive while nothing comes back
+_HEALTH_S = 60.0  # for a health check, which is a token; SGLang itself gives up after 20
+_ABORT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -49,7 +52,8 @@ class InFlightRequests:
 
     `nodes` returns the mean number of draft nodes per request and pass, None if there are none. Tokens below
     `num_tokens` are sampled. With `piece_s` answers are requested in pieces that take about so long; waiting requests
-    do not get between the pieces. Raises ConfigError when so many connections cannot be open.
+    do not get between the pieces. `check` raises NoAnswerError when the engine has died; it hears if it looks so.
+    Raises ConfigError when so many connections cannot be open.
     """
 
     engine: Client
@@ -57,6 +61,8 @@ class InFlightRequests:
     num_tokens: int
     nodes: Callable[[], float] | None
     max_sent: int
+    silence_timeout_s: float
+    check: Callable[[bool], None]
     piece_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,9 +77,12 @@ class InFlightRequests:
         self.requests: dict[str, InFlightRequest] = {}  # by the request's id
         self._name = uuid.uuid4().hex[:12]  # other trainers may use the same engine
         self._sent = 0
+        self._heard_s = time.monotonic()
 
     def send(self, request: RolloutRequest) -> None:
         """Send it to the engine, from where its output ends."""
+        if not self.requests:
+            self._heard_s = time.monotonic()
         sent = InFlightRequest(request, f"{self._name}-{self._sent:012d}")
         self._sent += 1
         self.requests[request.id] = sent
@@ -156,6 +165,50 @@ class InFlightRequests:
     def has(self, sent: InFlightRequest) -> bool:
         """Return whether the request has not been completed yet; it may have been sent again."""
         return self.requests.get(sent.request.id) is sent
+
+    def look(self, back: Sequence[InFlightRequest]) -> None:
+        """Raise NoAnswerError when the engine is dead, or has been silent for long and is not well.
+
+        `back` are the requests that have just come back.
+        """
+        failures = [sent.failure for sent in back if sent.failure is not None]
+        if back:
+            self._heard_s = time.monotonic()
+        if failures or not back:
+            self.check(bool(failures))
+        for failure in failures:
+            if isinstance(failure, NoAnswerError):
+                raise failure
+        if time.monotonic() - self._heard_s < self.silence_timeout_s:
+            return
+        try:
+            self.engine.get("/health_generate", timeout_s=_HEALTH_S)
+        except BackendError as error:
+            what = "no answer has come for so long, and an SGLang engine fails its health check"
+            raise self._silence(f"{what} ({error})") from error
+        self._heard_s = time.monotonic()
+
+    def _silence(self, what: str) -> NoAnswerError:
+        return NoAnswerError(f"backend.silence_timeout_s={self.silence_timeout_s:g}: {what}")
+
+    def give_up(self, requests: Sequence[InFlightRequest], patience_s: float) -> None:
+        """Return when all of them are back. Raises BackendError when one has failed, or stays away for too long."""
+        for sent in requests:
+            sent.is_given_up = True
+            sent.answer.cancel()
+        deadline = time.monotonic() + patience_s
+        while left := [sent for sent in requests if not sent.answer.done()]:
+            # Again and again: what is on its way to the engine is not known there yet.
+            for sent in left:
+                if time.monotonic() > deadline:
+                    raise self._silence("an SGLang engine has not given requests back for so long")
+                with suppress(BackendError):  # whether it is gone is seen by its answers
+                    self.engine.post("/abort_request", {"rid": sent.rid}, timeout_s=_ABORT_S)
+            wait([sent.answer for sent in left], LOOK_S)
+            self.check(False)
+        for sent in requests:
+            if sent.failure is not None:
+                raise sent.failure
 
     def totals(self) -> Counter[str]:
         """Return tokens and passes of the requests completed since the last call."""

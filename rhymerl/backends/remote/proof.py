@@ -19,7 +19,7 @@ from rhymerl.engine.noise import log_race_times, noise_keys
 from rhymerl.errors import BackendError
 from rhymerl.models.logits import num_tokens
 from rhymerl.models.policy import Policy, evaluating
-from rhymerl.types import IntArray, Prompt, RolloutRequest, SamplingParams
+from rhymerl.types import Prompt, RolloutRequest, SamplingParams
 
 _PROMPT, _ANSWER = 8, 8  # tokens
 _SHORT, _SAMPLED, _TEMPERATURE = [1], 32, 2.0  # of sampled answers: the prompt, and their tokens
@@ -33,12 +33,10 @@ def prove_server(client: Client, policy: Policy, dtype: str) -> None:
     """Raise BackendError unless a short greedy answer has the policy's log-probs."""
     rows = policy.model.config.get_text_config().vocab_size
     prompt = [(7 * i) % rows for i in range(1, _PROMPT + 1)]
-    request = _request(np.array(prompt, np.int32), seed=0, sampling=SamplingParams(max_tokens=_ANSWER, temperature=0.0))
-    vocabulary = num_tokens(policy.model)
-    params = _params(request, num_tokens=vocabulary)
-    wanted = {"sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
+    sampling, vocabulary = SamplingParams(max_tokens=_ANSWER, temperature=0.0), num_tokens(policy.model)
     of_whom = f"the SGLang engine at {client.url}, a proof"
-    said = client.post("/generate", {"rid": request.id, "input_ids": prompt, **wanted}, timeout_s=LONGEST_S)
+    wanted = {"return_logprob": True, "logprob_start_len": -1}
+    said = _asked(client, prompt, sampling, seed=0, num_tokens=vocabulary, **wanted)
     answer = EngineAnswer.of(said, of_whom=of_whom, most=_ANSWER, vocabulary=vocabulary)
     tokens = torch.from_numpy(answer.token_ids).long()
     logits = _logits(policy, prompt, answer.token_ids.tolist())
@@ -79,9 +77,7 @@ def _follows(policy: Policy, dtype: str, tokens: list[int], *, seed: int) -> boo
 
 def _sampled(client: Client, seed: int) -> list[int]:
     sampling = SamplingParams(max_tokens=_SAMPLED, temperature=_TEMPERATURE)
-    request = _request(np.array(_SHORT, np.int32), seed=seed, sampling=sampling)
-    content = {"rid": request.id, "input_ids": _SHORT, "sampling_params": _params(request)}
-    answer = client.post("/generate", content, timeout_s=LONGEST_S)
+    answer = _asked(client, _SHORT, sampling, seed=seed)
     tokens = answer.get("output_ids") if isinstance(answer, Mapping) else None
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         raise BackendError(
@@ -90,19 +86,21 @@ def _sampled(client: Client, seed: int) -> list[int]:
     return tokens
 
 
-def _request(token_ids: IntArray, *, seed: int, sampling: SamplingParams) -> RolloutRequest:
+def _asked(
+    client: Client, token_ids: list[int], sampling: SamplingParams, *, seed: int, num_tokens: int = 0, **wanted: Any
+) -> Any:
+    """Return what the engine says to a request of its own, whatever stop tokens it knows."""
     name = f"proof-{uuid.uuid4().hex}"
-    prompt = Prompt(id=name, key="proof", token_ids=token_ids, text="")
-    return RolloutRequest(id=name, prompt=prompt, sample=0, seed=seed, sampling=sampling, split="train")
-
-
-def _params(request: RolloutRequest, *, num_tokens: int = 0) -> dict[str, Any]:
-    return {
-        "temperature": request.sampling.temperature,
-        "max_new_tokens": request.sampling.max_tokens,
+    prompt = Prompt(id=name, key="proof", token_ids=np.array(token_ids, np.int32), text="")
+    request = RolloutRequest(id=name, prompt=prompt, sample=0, seed=seed, sampling=sampling, split="train")
+    params = {
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_tokens,
         "ignore_eos": True,
         "custom_params": to_custom_params(request, feed=0, num_tokens=num_tokens),
     }
+    content = {"rid": name, "input_ids": token_ids, "sampling_params": params, **wanted}
+    return client.post("/generate", content, timeout_s=LONGEST_S)
 
 
 def _logits(policy: Policy, prompt: list[int], answer: list[int]) -> Tensor:

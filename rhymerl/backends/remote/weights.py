@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rhymerl.backends.remote.client import Client, RefusedError, UnknownPathError
-from rhymerl.backends.remote.weight_file import SharedWeightFile
 from rhymerl.errors import BackendError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SETTLE_S = 10.0
 _SPARE = 64  # tokens
 _BY_LENGTH = ("dynamic", "longrope")  # rotations that are scaled by the context's length
+_SHARED_NAME = "shared"  # beside the file that several engines load; they read *.safetensors
 _ROOM = 1.2  # times what is written that has to be free in shared memory
 
 
@@ -48,16 +50,9 @@ def from_tensors(
         for bucket in buckets(named, dtype):
             # What has been shared once stays so, and the policy's own memory is not to.
             copies = [(name, tensor.to(device, copy=True)) for name, tensor in bucket]
-            engine.post("/update_weights_from_tensor", _shared(copies, ranks, version))
-
-
-def _shared(copies: list[tuple[str, Tensor]], ranks: int, version: int) -> dict[str, Any]:
-    """Return a message with a copy of the handles for each of an engine's ranks; each is good for one use."""
-    return {
-        "serialized_named_tensors": [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)],
-        "weight_version": str(version),
-        "flush_cache": False,
-    }
+            handles = [base64.b64encode(_pickled(copies)).decode() for _ in range(ranks)]  # each is good for one use
+            content = {"serialized_named_tensors": handles, "weight_version": str(version), "flush_cache": False}
+            engine.post("/update_weights_from_tensor", content)
 
 
 def from_disk(
@@ -95,6 +90,55 @@ def from_disk(
         raise RefusedError(f"{error}; does it see {folder}? That is below backend.folder") from error
     finally:
         file.unlink()
+
+
+class SharedWeightFile:
+    """The newest weights: the first of `num_engines` engines writes them, and the others link to that file.
+
+    Any thread may call it. The file is kept until all engines have had it, or there are newer weights.
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self._num_engines = num_engines
+        self._lock = threading.Lock()
+        self._version = -1
+        self._path: Path | None = None
+        self._num_left = 0  # engines that have not had it
+
+    def put(self, file: Path, version: int, write: Callable[[Path], None]) -> None:
+        """Make `file`: a link to that of this version, or by `write`, whose errors it raises; the caller removes it."""
+        with self._lock:
+            if self._link(file, version):
+                return
+            write(file)
+            if version > self._version:
+                self._keep(file, version)
+
+    def _link(self, file: Path, version: int) -> bool:
+        if version != self._version or self._path is None:
+            return False
+        try:
+            os.link(self._path, file)
+        except OSError:  # it lies on another disk, or its folder is gone
+            return False
+        self._num_left -= 1
+        if not self._num_left:
+            self._drop()
+        return True
+
+    def _keep(self, file: Path, version: int) -> None:
+        self._drop()
+        self._version, self._num_left = version, self._num_engines - 1
+        if self._num_left:
+            kept = file.with_name(_SHARED_NAME)
+            with suppress(OSError):  # where a disk knows no links each engine has a file of its own
+                os.link(file, kept)
+                self._path = kept
+
+    def _drop(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        self._path = None
 
 
 def flush(engine: Client) -> None:
@@ -190,19 +234,14 @@ def _pickled(bucket: list[tuple[str, Tensor]]) -> bytes:
 @contextmanager
 def update_session(engine: Client) -> Iterator[None]:
     """Newer engines want to know where an update begins and ends; older ones do not know the words."""
-    has_sessions = _begins(engine)
-    yield  # what an error leaves open is ended by the next one
-    if has_sessions:
-        engine.post("/end_weight_update", {})
-
-
-def _begins(engine: Client) -> bool:
-    """Return whether it knows of sessions; one that a failed or killed trainer has left open is ended before."""
+    has_sessions = True
     try:
         engine.post("/begin_weight_update", {})
     except UnknownPathError:
-        return False
-    except RefusedError:
+        has_sessions = False
+    except RefusedError:  # a failed or killed trainer has left one open
         engine.post("/end_weight_update", {})
         engine.post("/begin_weight_update", {})
-    return True
+    yield  # what an error leaves open is ended by the next one
+    if has_sessions:
+        engine.post("/end_weight_update", {})

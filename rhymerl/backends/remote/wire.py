@@ -115,10 +115,12 @@ def _own(params: Any) -> dict[str, Any] | None:
     own = params.get(KEY) if isinstance(params, Mapping) else None
     if not isinstance(own, Mapping):
         return None
-    held = {name: own.get(name) for name in (*_TEXTS, *_COUNTS, "seed", "split", *{"prefetched"} & own.keys())}
+    held: dict[str, Any] = {
+        name: own.get(name) for name in (*_TEXTS, *_COUNTS, "seed", "split", *{"prefetched"} & own.keys())
+    }
     is_sound = (
         all(isinstance(held[name], str) for name in _TEXTS)
-        and all(_is_count(held[name]) for name in _COUNTS)
+        and all(type(held[name]) is int and 0 <= held[name] < 2**31 for name in _COUNTS)
         and _SEED.fullmatch(str(held["seed"])) is not None
         and held["split"] in get_args(Split)
         and ("prefetched" not in held or _is_packed(held["prefetched"]))
@@ -131,10 +133,6 @@ def _is_packed(text: object) -> bool:
     if not isinstance(text, str) or len(text) % 4 or not _PACKED.fullmatch(text):
         return False
     return (len(text) // 4 * 3 - text.count("=")) % 4 == 0
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
 
 
 def _hash(content: bytes) -> bytes:

@@ -45,7 +45,10 @@ def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None)
     """
     if isinstance(drafter, NoDrafter):
         return AllowedNodes()
-    allowed = AllowedNodes() if budget is None else _allowed_by(budget)
+    allowed = AllowedNodes()
+    if budget is not None:
+        widths = uniform(budget, budget.max_nodes).widths
+        allowed = AllowedNodes(least=widths[0], most=widths[-1], setting="budget.nodes")
     if nodes is None:
         return allowed
     if nodes not in allowed:
@@ -53,11 +56,6 @@ def allowed_nodes(drafter: Drafter, budget: Budget | None, *, nodes: int | None)
             f"backend.nodes={nodes}: expected {allowed}, as {allowed.setting} says, or null; {_ONE_NUMBER}"
         )
     return allowed if allowed.exact is not None else AllowedNodes(most=nodes, setting="backend.nodes")
-
-
-def _allowed_by(budget: Budget) -> AllowedNodes:
-    widths = uniform(budget, budget.max_nodes).widths
-    return AllowedNodes(least=widths[0], most=widths[-1], setting="budget.nodes")
 
 
 def uniform(budget: Budget, most: int) -> Budget:

@@ -1,13 +1,12 @@
-"""The engine that a session starts itself: its process, and the files that its drafter shares with the trainer."""
+"""The engine that the backend starts itself: its process, and the files that its drafter shares with the trainer."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,22 @@ from transformers import PreTrainedModel
 
 from rhymerl.backends.remote import weights
 from rhymerl.backends.remote.client import Client, NoAnswerError
-from rhymerl.backends.remote.drafter_feed import Counters, FeedWriter
+from rhymerl.backends.remote.drafter_feed import Counters, FeedWriter, RemoteDrafter
 from rhymerl.backends.remote.process import Server
 from rhymerl.backends.sglang import arguments, memory
 from rhymerl.backends.sglang.memory import MemorySplit
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, VARIABLE
 from rhymerl.backends.sglang.plugin.settings import COUNTERS, FEED, EngineSettings
-from rhymerl.backends.sglang.session_settings import SessionSettings
+from rhymerl.backends.sglang.settings import SGLangSettings, require_sglang
+from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
-from rhymerl.errors import BackendError, ConfigError, require_package
+from rhymerl.errors import BackendError, ConfigError
 from rhymerl.models.policy import Policy
 from rhymerl.models.recurrent import RECURRENT
 
 _log = logging.getLogger(__name__)
 _EVEN = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"  # refuses GPUs of which one has less free memory: the trainer's has
 _DYING_S = 2.0  # from a broken connection to the end of the process
-
-
-def require_sglang(*, memory_saver: bool) -> None:
-    """Raise ConfigError when SGLang is not installed, or not the package with which it gives memory back."""
-    require_package("sglang", "backend=sglang")
-    if memory_saver and importlib.util.find_spec("torch_memory_saver") is None:
-        raise ConfigError(
-            "backend.release_memory=true: expected torch_memory_saver to be installed, which comes with sglang"
-        )
 
 
 def check_layers(model: PreTrainedModel, *, on_cpu: bool, drafts: bool) -> None:
@@ -74,40 +65,46 @@ def start_server(arguments: Sequence[str], environment: Mapping[str, str], log: 
 class OwnEngine:
     """Runs when it is made, until `close`; `renew` puts another in its place, `restarts` times at most."""
 
-    settings: SessionSettings
+    is_ours = True
+
+    settings: SGLangSettings
     policy: Policy
     drafter: Drafter
+    budget: Budget | None  # None is goodput's
     _: KW_ONLY
     dtype: str
     folder: Path
     model: Path  # a folder with its config
     server: Server = field(init=False)
-    feed: FeedWriter = field(init=False)
-    counters: Counters = field(init=False)
+    remote_drafter: RemoteDrafter = field(init=False)
     split: MemorySplit | None = field(init=False, default=None)  # of the GPU, between engine and update
 
     def __post_init__(self) -> None:
-        self.restarts_left = self.settings.restarts
+        self.restarts_left, self.num_tokens = (
+            self.settings.restarts,
+            self.settings.num_tokens(self.drafter, self.budget),
+        )
+        self._context_tokens = weights.positions(self.policy.model, self.settings.longest_tokens)
+        self._setup = self.settings.setup
         self._on_cpu = self.policy.device.type == "cpu"
-        check_layers(self.policy.model, on_cpu=self._on_cpu, drafts=self.settings.n > 1)
+        check_layers(self.policy.model, on_cpu=self._on_cpu, drafts=self.num_tokens > 1)
         self._start()
 
     def _start(self) -> None:
         saves_memory = self.settings.release_memory and not self._on_cpu
         require_sglang(memory_saver=saves_memory)
-        file = EngineSettings.of(self.drafter, self.settings.budget, self.folder).open()
-        self.counters = Counters(self.folder / COUNTERS)
-        self.feed = FeedWriter(self.folder / FEED)
+        file = EngineSettings.of(self.drafter, self.budget, self.folder).open()
+        self.remote_drafter = RemoteDrafter(FeedWriter(self.folder / FEED), Counters(self.folder / COUNTERS))
         kind = "cpu" if self._on_cpu else "cuda"
         ours = arguments.of_device(kind, dtype=self.dtype, saves_memory=saves_memory)
         inherited = arguments.without_expandable_segments(os.environ)
         uneven = {_EVEN: "false"} if self.settings.tensor_parallel > 1 else {}
-        environment = {VARIABLE: str(file), **inherited, **uneven, **self.settings.environment}
+        environment = {VARIABLE: str(file), **inherited, **uneven, **(self.settings.environment or {})}
         self.server = start_server(self._words(ours), environment, self.folder / "engine.log")
         try:
             self.server.wait_until_ready(self.settings.start_timeout_s)
             found = EngineSettings.read_report(self.folder)
-            found.check(drafts=self.settings.n > 1, on_cpu=self._on_cpu)
+            found.check(drafts=self.num_tokens > 1, on_cpu=self._on_cpu)
         except BaseException:
             self.server.close()
             raise
@@ -117,12 +114,12 @@ class OwnEngine:
         return arguments.words(
             model_path=str(self.model),
             dtype=self.dtype,
-            n=self.settings.n,
+            n=self.num_tokens,
             max_running=self.settings.max_running,
             tensor_parallel=self.settings.tensor_parallel,
             algorithm=ALGORITHM,
-            context_tokens=weights.positions(self.policy.model, self.settings.longest_tokens),
-            more={"load_format": "dummy", "sleep_on_idle": True, **index, **ours, **self.settings.arguments},
+            context_tokens=self._context_tokens,
+            more={"load_format": "dummy", "sleep_on_idle": True, **index, **ours, **(self.settings.arguments or {})},
         )
 
     def _static_memory(self) -> dict[str, Any]:
@@ -130,13 +127,14 @@ class OwnEngine:
 
         A successor gets the bytes of the first engine, though optimizer moments may exist by then.
         """
-        settings = self.settings
-        if self.policy.device.type != "cuda" or settings.setup is None or memory.is_given(settings.arguments):
+        setup = self._setup
+        if self.policy.device.type != "cuda" or setup is None or memory.is_given(self.settings.arguments or {}):
             return {}
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.policy.device)
         if self.split is None:
-            self.split = memory.split(settings.setup, free_bytes=free, total_bytes=total)
+            engine = self.settings.memory(setup.model, self.drafter, self.budget)
+            self.split = memory.split(replace(setup, engine=engine), free_bytes=free, total_bytes=total)
             _log.info("%s", self.split)
         return {memory.ARGUMENT: self.split.fraction_of(free)}
 
@@ -144,7 +142,7 @@ class OwnEngine:
     def client(self) -> Client:
         return self.server.client
 
-    def check(self, *, is_suspect: bool = False) -> None:
+    def check(self, is_suspect: bool = False) -> None:
         """Raise NoAnswerError with the end of its log when it has died; a suspect may be about to."""
         if self.server.dies_within(_DYING_S if is_suspect else 0.0):
             self.server.check()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rhymerl.backends.base import RolloutBackend
-from rhymerl.backends.spans import EVALUATION, SpanLog
+from rhymerl.backends.spans import EVALUATION
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.environments.build import EpisodeSettings
@@ -35,7 +35,6 @@ from rhymerl.workers.messages import (
 )
 
 _SLICE_S = 0.05  # between two looks at the messages
-_GAP_S = 0.005  # between passes that follow one another
 _REPORT_S = 0.5  # between two reports of answers that go on
 _BESIDE = 4  # requests of later steps beside those of an earlier one, whose passes they make longer
 
@@ -58,7 +57,6 @@ class WorkerHost(Host):
         self._learned: Mapping[str, Any] = {}  # by the budget, put aside during an evaluation
         self._inbox: deque[HostMessage] = deque()
         self._events = Events()
-        self._reported_spans = SpanLog(gap_s=_GAP_S)
         self._changed = threading.Condition()  # what others see: messages, events and spans
         self._reported_at = 0.0
         self._only_evaluates = False
@@ -85,7 +83,6 @@ class WorkerHost(Host):
 
     def _taken(self) -> Events:
         events, self._events = self._events, Events(version=self.version, history_bytes=self._history.bytes)
-        events.spans = self._reported_spans.take()
         return events
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ class WorkerHost(Host):
 
     @property
     def _is_idle(self) -> bool:
-        return self._is_settled and not self.is_running and not self.awaits_replies
+        return self._is_settled and not self.is_running and not self.num_waiting
 
     def _rest(self, only_evaluates: bool) -> None:
         """Let requests of training steps leave the engine, or come back, and with them what the budget has learned."""
@@ -210,8 +207,7 @@ class WorkerHost(Host):
             events.version = self.version
             events.finished += [(each.request.id, each.output) for each in self.finished]
             events.released += [(each.request.id, each.output) for each in self.released]
-            for span in self.spans.take():
-                self._reported_spans.add(span)
+            events.spans += self.spans.take()
             if events.is_urgent:
                 self._changed.notify_all()
         self.finished.clear()
@@ -248,7 +244,7 @@ class EngineLoader:
     def __call__(self, source: WeightSource, version: int) -> RolloutBackend:
         is_first = self._policy is None
         policy = self._policy = self._policy or self.make_policy()
-        copy_weights(policy.model, source.load().items())
+        copy_weights(policy.model, source().items())
         if is_first:
             self.engine.owns_policy = True
             self.engine.start(policy, self.drafter, budget=self.budget, autocast=self.autocast)

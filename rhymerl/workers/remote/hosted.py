@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
 from rhymerl.backends.spans import WorkerSpan
-from rhymerl.distributed import Ranks
-from rhymerl.environments.build import EpisodeSettings
 from rhymerl.history import HistoryStore
 from rhymerl.models.sharding import GatheredTensors
-from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Output, Sample
-from rhymerl.workers.base import RunAhead, Workers, over_workers
-from rhymerl.workers.coordinator import SharedPlan, StepRequests, coordinator_of, make_plan, wants_progress
+from rhymerl.workers.base import over_workers
+from rhymerl.workers.coordinator import SharedPlan, StepRequests, make_plan, wants_progress
+from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.messages import Learn, Measure, Weights
-from rhymerl.workers.remote.base import HostedBackend
-from rhymerl.workers.remote.in_flight import InFlight
 from rhymerl.workers.remote.pool import WorkerPool
 from rhymerl.workers.run_ahead import RunAheadState
 from rhymerl.workers.versions import Versions
@@ -28,8 +23,7 @@ _SLICE_S = 0.05  # between two looks of the coordinator
 _MEASURE_S = 10.0  # a worker may take as long to tell of its engine
 
 
-@dataclass(eq=False, repr=False)
-class HostedWorkers(Workers):
+class HostedWorkers(WorkerPool):
     """`num_workers` workers of a started backend.
 
     Rank 0 alone speaks with them; the other ranks get no answers to score. A worker that is lost costs the tokens that
@@ -40,16 +34,6 @@ class HostedWorkers(Workers):
     trained, so that a run repeats bit for bit; a worker that is lost then ends it. Raises ValueError for a backend that
     cannot keep step.
     """
-
-    backend: HostedBackend
-    scheduler: Scheduler
-    _: KW_ONLY
-    num_workers: int
-    ranks: Ranks
-    run_ahead: RunAhead = "off"
-    max_staleness: int = 1
-    lockstep: bool = False
-    episodes: EpisodeSettings | None = None
 
     def __post_init__(self) -> None:
         if self.lockstep and not self.backend.counts_passes:
@@ -62,9 +46,7 @@ class HostedWorkers(Workers):
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
         self._num_exchanges = 0  # of the latest `answer`
-        self._pool = WorkerPool(
-            self.backend, num_workers=self.num_workers, lockstep=self.lockstep, episodes=self.episodes
-        )
+        super().__post_init__()
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -72,33 +54,33 @@ class HostedWorkers(Workers):
         if self.ranks.rank != 0:
             return
         started = time.monotonic()
-        with self._pool.changed:
-            self._pool.settle()
+        with self.changed:
+            self.settle()
             pending = self._begin(work)
         reports = wants_progress(self.scheduler)
-        keeps, lockstep = self.run_ahead == "keep", self.lockstep
-        coordinator = coordinator_of(self.scheduler, work, pending.plan, keeps=keeps, lockstep=lockstep, works_on=True)
+        coordinator = self.coordinator(work, pending.plan, works_on=True)
         is_done, self._num_exchanges = False, 0
         while not is_done:
-            with self._pool.changed:
+            with self.changed:
                 self._listen_a_while(pending)
                 completed = pending.take()
                 moved, pending.moved = pending.moved, {}
-                report = pending.report(completed, tells_tokens=reports)
+                report = pending.report(completed, pending.num_tokens() if reports else {})
             yield from completed
             coordinator.note_moves(moved)
             command = coordinator.decide([(0, report)])
             if command is None:
                 continue
-            with self._pool.changed:
-                self._pool.move(pending, command.moves)
+            with self.changed:
+                self.move(pending, command.moves)
                 if command.plan is not None and work.following is not None:
                     self._ahead = self._launch(work.next_step(), command.plan, ahead=1)
             is_done = command.is_done
-        with self._pool.changed:
-            self._pool.pending.remove(pending)
-            if not pending.is_evaluation:
-                self._go_on_ahead()
+        with self.changed:
+            self.pending.remove(pending)
+            if not pending.is_evaluation and self.lockstep and self._ahead is not None:
+                # The workers go on with the next step during the update.
+                self.step(self.backend.ticks_of_update(self._num_exchanges), waits=False)
         self.num_moves = coordinator.num_moves
         self._account(started)
 
@@ -114,17 +96,17 @@ class HostedWorkers(Workers):
         if ahead.work.step == work.step and ahead.work.asked == work.asked:
             ahead.work = work
             return ahead
-        self._pool.abandon(ahead)
+        self.abandon(ahead)
         return self._launch(work, self._plan(work))
 
     def _of_state(self, state: RunAheadState | None, work: StepRequests) -> tuple[SharedPlan, Mapping[str, Output]]:
         if state is None or state.asked != work.asked:
             return self._plan(work), {}
-        plan = state.plan if len(state.plan.queues) == len(self._pool.handles) else self._plan(work)
+        plan = state.plan if len(state.plan.queues) == len(self.handles) else self._plan(work)
         return plan, state.outputs
 
     def _plan(self, work: StepRequests) -> SharedPlan:
-        return make_plan(self.scheduler, work.requests, num_workers=len(self._pool.handles), step=work.step)
+        return make_plan(self.scheduler, work.requests, num_workers=len(self.handles), step=work.step)
 
     def _launch(
         self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output] | None = None, *, ahead: int = 0
@@ -133,22 +115,22 @@ class HostedWorkers(Workers):
         mode = self.run_ahead if work.number is not None else "off"
         versions = Versions.of(self._version + ahead, mode, self.max_staleness)
         pending = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
-        self._pool.launch(pending)
+        self.launch(pending)
         return pending
 
     def spans(self) -> list[WorkerSpan]:
-        with self._pool.changed:
-            return [span for handle in self._pool.handles for span in handle.spans.take()]
+        with self.changed:
+            return [span for handle in self.handles for span in handle.spans.take()]
 
     def _account(self, started: float) -> None:
         """Note how busy workers were since the end of the step before."""
         now = time.monotonic()
-        with self._pool.changed:
-            busy_s = sum(handle.busy_s for handle in self._pool.handles)
-            for handle in self._pool.handles:
+        with self.changed:
+            busy_s = sum(handle.busy_s for handle in self.handles)
+            for handle in self.handles:
                 handle.busy_s = 0.0
         self.sampled_s = now - self._ended_at
-        self._busy_frac = min(busy_s / max(len(self._pool.handles) * (now - self._ended_at), 1e-9), 1.0)
+        self._busy_frac = min(busy_s / max(len(self.handles) * (now - self._ended_at), 1e-9), 1.0)
         self.busy_s = self._busy_frac * (now - started) * self.ranks.size
         self._ended_at = now
 
@@ -157,33 +139,28 @@ class HostedWorkers(Workers):
         if self.lockstep:
             self._num_exchanges += 1
             # An evaluation leaves no trace in training: not in its passes either.
-            self._pool.step(self.backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
+            self.step(self.backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
         else:
-            self._pool.wait(_SLICE_S, lambda: pending.finished or pending.moved)
-
-    def _go_on_ahead(self) -> None:
-        """Let workers in lockstep go on with the next step during the update."""
-        if self.lockstep and self._ahead is not None:
-            self._pool.step(self.backend.ticks_of_update(self._num_exchanges), waits=False)
+            self.wait(_SLICE_S, lambda: pending.finished or pending.moved)
 
     @property
     def num_waiting(self) -> int:
-        with self._pool.changed:
-            return sum(pending.num_waiting for pending in self._pool.pending)
+        with self.changed:
+            return sum(pending.num_waiting for pending in self.pending)
 
     @property
     def works_ahead(self) -> bool:
         return self._ahead is not None and not self.lockstep
 
     def ended_ahead(self) -> list[Completion]:
-        with self._pool.changed:
+        with self.changed:
             return self._ahead.unseen() if self._ahead is not None else []
 
     # -- between steps -------------------------------------------------------------------------------------------
 
     @property
     def _version(self) -> int:
-        return self._pool.weights.version if self._pool.weights is not None else 0
+        return self.weights.version if self.weights is not None else 0
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Publish the weights; each worker loads them in its own time.
@@ -199,53 +176,50 @@ class HostedWorkers(Workers):
                 named_tensors.take_part()
             return
         weights = Weights(version=policy_version, source=self.backend.publish(named_tensors))
-        with self._pool.changed:
-            self._pool.settle()
-            is_first = self._pool.weights is None
-            self._pool.publish(weights)
+        with self.changed:
+            self.settle()
+            is_first = self.weights is None
+            self.publish(weights)
             if is_first and self.backend.starts_together:
-                self._pool.wait(None, lambda: all(handle.is_up or handle.is_late for handle in self._pool.handles))
+                self.wait(None, lambda: all(handle.is_up or handle.is_late for handle in self.handles))
 
     def learn(self, samples: Sequence[Sample]) -> None:
         if self.backend.learns:
-            with self._pool.changed:
-                self._pool.settle()
-                self._pool.post(Learn(samples=samples))
+            with self.changed:
+                self.settle()
+                self.post(Learn(samples=samples))
 
     def follow(self, history: HistoryStore) -> None:
         """Do nothing: workers get a prompt's past answers with the prompt."""
-        self._pool.history = history if self.backend.remembers else None
+        self.history = history if self.backend.remembers else None
 
     def metrics(self) -> Mapping[str, float]:
         if self.ranks.rank != 0:
             return {}
-        with self._pool.changed:
-            self._pool.settle()
-            asked = [handle for handle in self._pool.handles if handle.is_up]
+        with self.changed:
+            self.settle()
+            asked = [handle for handle in self.handles if handle.is_up]
             for handle in asked:
                 handle.measured.clear()
                 handle.connection.post(Measure())
             if self.lockstep:
-                self._pool.step(0)
+                self.step(0)
             else:
-                self._pool.wait(_MEASURE_S, lambda: all(each.measured or not each.is_up for each in asked))
+                self.wait(_MEASURE_S, lambda: all(each.measured or not each.is_up for each in asked))
             found = [handle.measured.popleft() for handle in asked if handle.measured]
             return {
                 **over_workers(found, [1.0] * len(found)),
                 "workers/idle_frac": 1 - self._busy_frac,
                 # As floats, which are no counts to be added up over the rounds of a step.
-                "workers/up": float(sum(handle.is_up for handle in self._pool.handles)),
-                "workers/lost": float(self._pool.num_lost),
-                "workers/history_bytes": float(max((handle.history_bytes for handle in self._pool.handles), default=0)),
+                "workers/up": float(sum(handle.is_up for handle in self.handles)),
+                "workers/lost": float(self.num_lost),
+                "workers/history_bytes": float(max((handle.history_bytes for handle in self.handles), default=0)),
             }
 
     def state(self) -> RunAheadState | None:
-        with self._pool.changed:
-            self._pool.settle()
+        with self.changed:
+            self.settle()
             return self._ahead.state() if self._ahead is not None else self._resumed
 
     def restore(self, state: RunAheadState | None) -> None:
         self._resumed = state
-
-    def close(self) -> None:
-        self._pool.close()

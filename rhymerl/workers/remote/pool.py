@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
-from rhymerl.environments.build import EpisodeSettings
 from rhymerl.errors import BackendError, RhymeError
 from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Split
+from rhymerl.workers.base import Workers
+from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.messages import Events, HostMessage, Weights, Withdraw
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.handle import WorkerHandle
-from rhymerl.workers.remote.in_flight import InFlight
 
 LOG = logging.getLogger(__name__)
 _POLL_S = 0.1  # a worker keeps what is not urgent for so long
@@ -26,19 +27,16 @@ _CLOSE_S = 10.0
 _LOSSES = 5  # of one worker in a row that had requests and told of no token
 
 
-@dataclass(eq=False)
-class WorkerPool:
+@dataclass(kw_only=True, eq=False, repr=False)
+class WorkerPool(Workers):
     """`num_workers` workers of a backend that has been started, and the steps that they have requests of.
 
-    Without `lockstep` a thread listens to the workers, whatever the trainer does; methods are called while `changed`,
-    its lock, is held. In lockstep workers report only in `step`.
+    `HostedWorkers` says what a step asks of them. Without `lockstep` a thread listens to the workers, whatever the
+    trainer does; methods are called while `changed`, its lock, is held. In lockstep workers report only in `step`.
     """
 
     backend: HostedBackend
-    _: KW_ONLY
     num_workers: int
-    lockstep: bool
-    episodes: EpisodeSettings | None = None
 
     def __post_init__(self) -> None:
         self.num_lost = 0
@@ -160,21 +158,17 @@ class WorkerPool:
                     for future in done:
                         self._take(asked[future])
                     self._look_after()
-                except Exception as error:  # noqa: BLE001 - `check` raises it
+                except Exception as error:  # noqa: BLE001 - `wait` raises it
                     self._error = error
                 self.changed.notify_all()
                 if self._error is not None:
                     return
 
-    def check(self) -> None:
-        """Raise what has ended a worker, or the listening."""
+    def wait(self, timeout_s: float | None, for_what: Callable[[], object]) -> None:
+        """Release the lock until the condition holds, or for so long. Raises what has ended a worker, or listening."""
+        self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
         if self._error is not None:
             raise self._error
-
-    def wait(self, timeout_s: float | None, for_what: Callable[[], object]) -> None:
-        """Release the lock until the condition holds, or for so long. Raises what `check` raises."""
-        self.changed.wait_for(lambda: self._error or for_what(), timeout_s)
-        self.check()
 
     def step(self, ticks: int, *, waits: bool = True, only_evaluates: bool = False) -> None:
         """Let all workers in lockstep go on for so many ticks."""
@@ -215,7 +209,8 @@ class WorkerPool:
             self._replace(handle, str(error) or type(error).__name__)
             return
         if events.error is not None:
-            raise _of_worker(events.error, handle.number)
+            is_known = isinstance(events.error, RhymeError)
+            raise events.error if is_known else BackendError(f"worker {handle.number}: {events.error!r}")
         was_here, was_up = handle.is_here, handle.is_up
         handle.note(events)
         if handle.is_late and not was_here and self.weights is not None:
@@ -296,14 +291,10 @@ class WorkerPool:
         """Give requests to the least busy workers that are up; if none is, to those that were there from the start."""
         goals = [handle for handle in self.handles if handle.is_up]
         goals = goals or [handle for handle in self.handles if not handle.is_late] or self.handles
-        load = {handle.number: 0 for handle in goals}
-        for each in self.pending:
-            for worker in each.worker.values():
-                if worker in load:
-                    load[worker] += 1
+        load = Counter(worker for each in self.pending for worker in each.worker.values())
         shares: dict[int, list[str]] = {}
         for name in names:
-            goal = min(load, key=lambda worker: load[worker])
+            goal = min((handle.number for handle in goals), key=lambda worker: load[worker])
             load[goal] += 1
             shares.setdefault(goal, []).append(name)
             pending.goals.pop(name, None)
@@ -325,8 +316,3 @@ class WorkerPool:
             moves = {pending.index[name]: handle.number for name in names}
             self.move(pending, moves)
             pending.moved |= moves
-
-
-def _of_worker(error: Exception, number: int) -> Exception:
-    """Return an error of a worker's engine as an error of the run."""
-    return error if isinstance(error, RhymeError) else BackendError(f"worker {number}: {error!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,20 +14,13 @@ from rhymerl.workers.messages import WeightSource
 Put = Callable[[Iterable[tuple[str, Tensor]]], WeightSource]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedWeights(WeightSource):
-    """A fixed base and adapters: `NAME.a` [rank, in] and `NAME.b` [out, rank] for each matrix NAME with a `scaling`."""
-
-    base: WeightSource
-    adapters: WeightSource
-    scaling: Mapping[str, float]
-
-    def load(self) -> Mapping[str, Tensor]:
-        tensors, parts = dict(self.base.load()), self.adapters.load()
-        for name, scaling in self.scaling.items():
-            added = LowRank(a=parts[f"{name}.a"], b=parts[f"{name}.b"], scaling=scaling)
-            tensors[name] = added.added_to(tensors[name])
-        return tensors
+def _merged(base: WeightSource, adapters: WeightSource, scaling: Mapping[str, float]) -> Mapping[str, Tensor]:
+    """Add adapters to a base: `NAME.a` [rank, in] and `NAME.b` [out, rank] for each matrix NAME with a `scaling`."""
+    tensors, parts = dict(base()), adapters()
+    for name, scale in scaling.items():
+        added = LowRank(a=parts[f"{name}.a"], b=parts[f"{name}.b"], scaling=scale)
+        tensors[name] = added.added_to(tensors[name])
+    return tensors
 
 
 class Publisher:
@@ -46,4 +39,4 @@ class Publisher:
         self._base = self._base or self._put(base.items())
         parts = {f"{name}.{kind}": part for name, each in adapters.items() for kind, part in each.parts().items()}
         scaling = {name: each.scaling for name, each in adapters.items()}
-        return AdaptedWeights(base=self._base, adapters=self._put(parts.items()), scaling=scaling)
+        return partial(_merged, self._base, self._put(parts.items()), scaling)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rhymerl.backends.base import HISTORY_TOKENS, RolloutBackend, ServedBackend
+from rhymerl.backends.base import HISTORY_TOKENS, RolloutBackend
 from rhymerl.backends.embedded import EmbeddedBackend
 from rhymerl.backends.remote.weights import buckets
 from rhymerl.budgets.base import Budget
@@ -42,24 +42,21 @@ from rhymerl.workers.remote.ray_watcher import Watcher
 _QUIET = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedWeights(WeightSource):
-    """Weights in Ray's object store, once on every node, some of them in each object."""
+def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
+    """Put weights into Ray's object store, once on every node.
 
-    references: list[Any]
-
-    def load(self) -> Mapping[str, Tensor]:
-        import ray
-
-        return {name: _tensor(*each) for bucket in ray.get(self.references) for name, each in bucket.items()}
-
-
-def _put(named_tensors: Iterable[tuple[str, Tensor]]) -> SharedWeights:
-    """Put some tensors at a time, so that sharded ones are not all in this process's memory at once."""
+    Some tensors go into each object, so that sharded ones are not all in this process's memory at once.
+    """
     import ray
 
     found = buckets(named_tensors)
-    return SharedWeights(references=[ray.put({name: _array(each) for name, each in bucket}) for bucket in found])
+    return partial(_got, [ray.put({name: _array(each) for name, each in bucket}) for bucket in found])
+
+
+def _got(references: list[Any]) -> Mapping[str, Tensor]:
+    import ray
+
+    return {name: _tensor(*each) for bucket in ray.get(references) for name, each in bucket.items()}
 
 
 def _array(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
@@ -101,7 +98,8 @@ class RayConnection(Connection):
         words += f"; expected rhymerl {__version__}, the model's code and your own modules on every machine"
         self._refusal = Events(error=BackendError(f"a worker {words}"))
         if self._asked is not None:
-            _settle(self._asked, self._refusal)
+            with suppress(InvalidStateError):  # it has been answered
+                self._asked.set_result(self._refusal)
 
     def post(self, message: HostMessage) -> None:
         self._actor.post.options(concurrency_group="messages").remote(message)
@@ -111,7 +109,9 @@ class RayConnection(Connection):
 
     def step(self, ticks: int, *, only_evaluates: bool = False) -> Future[Events]:
         # In one thread with the messages, which have to be there before it.
-        return self._told(self._actor.step.options(concurrency_group="messages").remote(ticks, only_evaluates))
+        return self._told(
+            self._actor.step.options(concurrency_group="messages").remote(ticks, only_evaluates=only_evaluates)
+        )
 
     def is_alive(self, wait_s: float) -> bool:
         """Return whether the actor answers; a lost one counts as alive, since its pending calls raise."""
@@ -128,16 +128,14 @@ class RayConnection(Connection):
 
         def finish(done: Future[Events]) -> None:
             error = done.exception()
-            if self._refusal is not None:
-                _settle(told, self._refusal)
-            elif error is None:
-                _settle(told, done.result())
-            elif isinstance(error, RayActorError):
-                _settle(told, ConnectionError("its actor has ended"))
-            elif isinstance(error, RayError):
-                _settle(told, ConnectionError(str(error).splitlines()[0]))
-            else:
-                _settle(told, error)
+            if isinstance(error, RayError):
+                is_gone = isinstance(error, RayActorError)
+                error = ConnectionError("its actor has ended" if is_gone else str(error).splitlines()[0])
+            with suppress(InvalidStateError):  # it has been refused
+                if self._refusal is None and error is not None:
+                    told.set_exception(error)
+                else:
+                    told.set_result(self._refusal or done.result())
 
         self._asked = told
         reference.future().add_done_callback(finish)
@@ -150,15 +148,6 @@ class RayConnection(Connection):
             ray.kill(self._actor)
         except Exception as error:  # noqa: BLE001 - it is gone already, or Ray is
             logging.getLogger(__name__).debug("an actor could not be killed: %r", error)
-
-
-def _settle(asked: Future[Events], found: Events | BaseException) -> None:
-    """Give a question what was found, unless another thread has."""
-    with suppress(InvalidStateError):
-        if isinstance(found, BaseException):
-            asked.set_exception(found)
-        else:
-            asked.set_result(found)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -205,7 +194,7 @@ class RayBackend(HostedBackend):
                 f"many GPUs; expected at least {self._engine.tensor_parallel}"
             )
         require_package("ray", "backend=ray")
-        if isinstance(self._engine, ServedBackend) and self._engine.has_servers:
+        if self._engine.has_servers:
             raise ConfigError(
                 "backend.engine.url: servers that run already are workers without Ray; expected backend=sglang with backend.url"
             )

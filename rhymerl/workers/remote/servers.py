@@ -8,10 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rhymerl.backends.base import RolloutBackend, ServedBackend
+from rhymerl.backends.base import RolloutBackend
 from rhymerl.backends.remote.client import NoAnswerError
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
@@ -28,33 +29,33 @@ from rhymerl.workers.messages import Events, HostMessage, WeightSource
 from rhymerl.workers.remote.base import Connection, HostedBackend
 from rhymerl.workers.remote.host import WorkerHost
 
+if TYPE_CHECKING:
+    from rhymerl.backends.sglang.backend import SGLangBackend
+
 _CLOSE_S = 10.0
 _AGAIN_S = 2.0  # between two looks for a server that was lost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiedWeights(WeightSource):
-    """Weights in this process's memory."""
-
-    tensors: Mapping[str, Tensor]
-
-    def load(self) -> Mapping[str, Tensor]:
-        return self.tensors
-
-
-def copied(named_tensors: Iterable[tuple[str, Tensor]]) -> CopiedWeights:
+def copied(named_tensors: Iterable[tuple[str, Tensor]]) -> WeightSource:
     """Return copies in the host's memory."""
-    return CopiedWeights(tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors})
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
+    return lambda: tensors
 
 
 class ThreadConnection(Connection):
     """A host in this process. Errors of the kinds `lost` mean that its engine is gone."""
 
-    lost: tuple[type[Exception], ...] = ()
-
-    def __init__(self, host: WorkerHost, *, lockstep: bool) -> None:
+    def __init__(
+        self,
+        host: WorkerHost,
+        *,
+        lockstep: bool,
+        lost: tuple[type[Exception], ...] = (),
+        killed: threading.Event | None = None,
+    ) -> None:
         self._host = host
-        self._is_killed = False
+        self._lost = lost
+        self._killed = killed or threading.Event()
         self._pool = ThreadPoolExecutor(1)
         self._thread = threading.Thread(target=host.run, daemon=True)
         if not lockstep:
@@ -79,14 +80,14 @@ class ThreadConnection(Connection):
 
     def _told(self, ask: Callable[[], Events]) -> Events:
         events = ask()
-        if self._is_killed:
+        if self._killed.is_set():
             raise ConnectionError("it was killed")
-        if isinstance(events.error, self.lost):
+        if isinstance(events.error, self._lost):
             raise ConnectionError(str(events.error))
         return events
 
     def kill(self) -> None:
-        self._is_killed = True
+        self._killed.set()
         self._host.close()
         self._pool.shutdown(wait=False)
 
@@ -114,13 +115,10 @@ class PolicyCopies:
     def of(self, version: int, tensors: Mapping[str, Tensor]) -> Policy:
         with self._lock:
             if self._newest is None or self._newest[0] != version:
-                self._newest = version, self._made(tensors)
+                made = twin_of(self.policy, in_host=is_sharded(self.policy.model))
+                copy_weights(made.model, tensors.items())
+                self._newest = version, made
             return self._newest[1]
-
-    def _made(self, tensors: Mapping[str, Tensor]) -> Policy:
-        made = twin_of(self.policy, in_host=is_sharded(self.policy.model))
-        copy_weights(made.model, tensors.items())
-        return made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,16 +129,16 @@ class ServerLoader:
     policy is sharded.
     """
 
-    engine: ServedBackend
+    engine: SGLangBackend
     copies: PolicyCopies
     drafter: Drafter
     budget: Budget | None
     is_late: bool
-    closing: threading.Event = field(default_factory=threading.Event)
+    killed: threading.Event = field(default_factory=threading.Event)
     _is_up: bool = field(default=False, init=False)
 
     def __call__(self, source: WeightSource, version: int) -> RolloutBackend:
-        tensors = source.load()
+        tensors = source()
         if not self._is_up:
             policy = self.copies.policy
             rests = not self.is_late and not is_sharded(policy.model)
@@ -154,23 +152,8 @@ class ServerLoader:
                 self.engine.start(policy, self.drafter, budget=self.budget)
                 self._is_up = True
             except BackendError:
-                if not self.is_late or self.closing.wait(_AGAIN_S):
+                if not self.is_late or self.killed.wait(_AGAIN_S):
                     raise
-
-
-class ServerConnection(ThreadConnection):
-    """A server that does not answer is a worker that is gone."""
-
-    lost = (NoAnswerError,)
-
-    def __init__(self, load: ServerLoader, *, lockstep: bool) -> None:
-        history = HistoryStore(max_tokens=load.engine.history_tokens)
-        super().__init__(WorkerHost(load, history=history), lockstep=lockstep)
-        self._load = load
-
-    def kill(self) -> None:
-        self._load.closing.set()
-        super().kill()
 
 
 class ServersBackend(HostedBackend):
@@ -179,12 +162,12 @@ class ServersBackend(HostedBackend):
     starts_together = True
     goes_on_short = True
 
-    def __init__(self, backend: ServedBackend) -> None:
+    def __init__(self, backend: SGLangBackend) -> None:
         self.backend = backend
         self.draws_exactly = backend.draws_exactly
         self.max_running = backend.max_running
-        self._servers: Sequence[ServedBackend] | None = None
-        self._connections: list[ServerConnection] = []
+        self._servers: Sequence[SGLangBackend] | None = None
+        self._connections: list[ThreadConnection] = []
         self._known: set[int] = set()  # numbers of workers that were connected once
 
     def check(self, longest_tokens: int) -> None:
@@ -215,7 +198,7 @@ class ServersBackend(HostedBackend):
                 f"workers={num_workers}: every server of backend.url is a worker; expected {found}, or null"
             )
 
-    def connect(self, number: int, *, lockstep: bool) -> ServerConnection:
+    def connect(self, number: int, *, lockstep: bool) -> ThreadConnection:
         assert self._servers is not None
         copies, drafter, budget = self._parts
         load = ServerLoader(
@@ -226,7 +209,8 @@ class ServersBackend(HostedBackend):
             is_late=number in self._known,
         )
         self._known.add(number)
-        connection = ServerConnection(load, lockstep=lockstep)
+        host = WorkerHost(load, history=HistoryStore(max_tokens=load.engine.history_tokens))
+        connection = ThreadConnection(host, lockstep=lockstep, lost=(NoAnswerError,), killed=load.killed)
         self._connections.append(connection)
         return connection
 

@@ -50,7 +50,7 @@ def test_a_router_is_asked_for_its_engines(engines, flat_policy, is_old):
     else:
         router.answers["/workers"] = 200, {"workers": [listed(url) for url in [*urls, f"{urls[0]}/", f"{urls[1]}@1"]]}
     with loop_over([router], flat_policy) as loop:
-        assert len(loop.workers._pool.handles) == 2
+        assert len(loop.workers.handles) == 2
         for _ in run(loop, flat_policy, range(2)):
             pass
     assert set(router.calls) == ({"/workers", "/list_workers"} if is_old else {"/workers"})

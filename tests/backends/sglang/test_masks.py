@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rhymerl.backends.sglang.plugin.masks import full_mask
+from rhymerl.backends.sglang.plugin.arrays import full_mask
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

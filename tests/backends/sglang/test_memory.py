@@ -180,7 +180,7 @@ def started(policy, setup: Setup | None, **settings) -> tuple[str, str | None]:
     backend.share(setup)
     with backend:
         backend.start(policy, NoDrafter())
-        return backend.session._own.server.log.read_text(), backend.words()
+        return backend.server.server.log.read_text(), backend.words()
 
 
 def test_an_engine_on_the_trainers_gpu_is_told_its_share(gpu, flat_policy):

@@ -82,7 +82,7 @@ def test_a_server_that_is_lost_costs_the_last_pieces_alone(flat_policy):
         for engine in (first, second):
             engine.token_s, engine.holds_at = 0.002, 9
         with loop_over([first, second], flat_policy, piece_s=0.01) as loop:
-            pool = loop.workers._pool
+            pool = loop.workers
 
             def lose_one() -> None:
                 soon(lambda: told_of(pool, 0) == 4)  # of all that it runs

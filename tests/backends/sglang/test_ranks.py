@@ -67,9 +67,9 @@ def answer(rank: int, folder: str) -> dict:
         synced(backend, policy, 0)
         backend.submit(requests)
         assert_whole(all_of(backend, 10), requests)
-        server = backend.session._own.server
+        server = backend.server.server
         variables = Path(f"/proc/{server._process.pid}/environ").read_text().split("\0")
-        folders = backend.session.folder, backend.session.weights_folder
+        folders = backend.own_folder, backend.weights_folder
         return {
             "port": server.port,
             "arguments": server.log.read_text().split("arguments: ")[1].split("\n")[0].split(),

@@ -36,7 +36,7 @@ def test_weights_that_are_refused(engine, flat_policy, path, settings, status, m
         engine.answers[path] = status, FAILED
         with pytest.raises(BackendError, match=rf"refused {path} \(HTTP {status}\): .*no room"):
             synced(backend, flat_policy, 1)
-        assert backend.session.version == 0
+        assert backend.version == 0
 
 
 @pytest.mark.parametrize("knows_sessions", [False, True])
@@ -61,7 +61,7 @@ def test_an_update_that_a_trainer_left_open_is_ended(engine, flat_policy):
     engine.on_begin_weight_update, engine.on_end_weight_update = begin, lambda content: (200, {"success": True})
     with connected(engine, flat_policy, weights="tensor") as backend:
         assert opened == [False, True]
-        assert backend.session.version == 0
+        assert backend.version == 0
 
 
 def test_an_engine_that_computes_something_else_is_found_out(engine, flat_policy):
@@ -213,10 +213,10 @@ def test_a_folder_that_the_engine_does_not_see_is_named(engine, flat_policy, tmp
 
 def test_a_folder_that_cannot_be_written_to_is_named(engine, flat_policy, tmp_path):
     with connected(engine, flat_policy, folder=str(tmp_path)) as backend:
-        (backend.session.weights_folder / "model.safetensors").mkdir()
+        (backend.weights_folder / "model.safetensors").mkdir()
         with pytest.raises(BackendError, match=rf"backend\.folder: weights cannot be written to {tmp_path}/"):
             synced(backend, flat_policy, 1)
-        (backend.session.weights_folder / "model.safetensors").rmdir()
+        (backend.weights_folder / "model.safetensors").rmdir()
 
 
 def test_too_many_connections_are_refused_by_name(engine, flat_policy, monkeypatch):

@@ -24,9 +24,8 @@ from rhymerl.testing import tiny_policy
 policy = tiny_policy(dtype="float32", hidden_size=8, num_layers=1)
 backend = SGLangBackend(environment={"PYTHONPATH": sys.argv[1]}, folder=sys.argv[2] or None)
 backend.start(policy, HistoryTreeDrafter())
-session = backend.session
-(session.weights_folder / "model.safetensors").write_bytes(b"as while they are handed over")
-print(session.folder, session.weights_folder, sep="\\n", flush=True)
+(backend.weights_folder / "model.safetensors").write_bytes(b"as while they are handed over")
+print(backend.own_folder, backend.weights_folder, sep="\\n", flush=True)
 sys.stdin.readline()
 """
 

@@ -158,7 +158,7 @@ def test_the_answers_of_the_proof_are_not_counted(engine, flat_policy, monkeypat
 
 
 def told(caplog):
-    return [each.message for each in caplog.records if each.name == "rhymerl.backends.sglang.server_info"]
+    return [each.message for each in caplog.records if each.name == "rhymerl.backends.sglang.served"]
 
 
 def test_a_server_without_the_route_is_told_of_in_one_line(flat_policy, caplog):
@@ -193,7 +193,7 @@ def test_a_refusal_ends_the_run_with_its_words(engine, flat_policy, status, word
 
 
 def test_a_long_history_is_sent_in_several_messages(engine, flat_policy, monkeypatch):
-    monkeypatch.setattr("rhymerl.backends.sglang.session._MESSAGE_TOKENS", 5)
+    monkeypatch.setattr("rhymerl.backends.remote.drafter_feed._MESSAGE_TOKENS", 5)
     store = HistoryStore()
     for number in range(4):
         store.add(make_prompt([number]), [answer([number, 7])])

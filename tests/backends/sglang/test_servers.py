@@ -161,7 +161,7 @@ def test_a_server_that_goes_is_missed_by_nobody_and_comes_back(engines, flat_pol
         next(steps)
         loop.workers.backend.start_timeout_s = 0.5
         gone.holds_at = 2  # so that it has requests when it goes
-        pool = loop.workers._pool
+        pool = loop.workers
         held = iter(steps)
 
         threading.Thread(target=lambda: (soon(lambda: len(gone.inputs) > 8), gone.vanish())).start()
@@ -218,8 +218,8 @@ def sharded_steps(urls: list[str]) -> None:
         for _ in run(loop, policy, range(3)):
             pass
         if ranks.rank == 0:
-            connections = [handle.connection for handle in loop.workers._pool.handles]
-            compared = {id(each._load.engine.session.policy) for each in connections}
+            connections = [handle.connection for handle in loop.workers.handles]
+            compared = {id(each._host._load.engine.policy) for each in connections}
             assert len(compared) == 1, "one copy is enough for all"
     ranks.close()
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rhymerl.backends.remote.in_flight import InFlightRequests
-from rhymerl.backends.sglang import session
+from rhymerl.backends.sglang import backend as backend_module
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError
@@ -98,7 +98,7 @@ def test_collecting_gives_up_when_its_time_is_over(engine, flat_policy, monkeypa
     engine.holds_at, waited = 0, list[float]()
     with connected(engine, flat_policy) as backend, monkeypatch.context() as patched:
         backend.submit(make_requests(2))
-        patched.setattr(session, "time", SimpleNamespace(monotonic=lambda: math.fsum(waited)))
+        patched.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: math.fsum(waited)))
         patched.setattr(InFlightRequests, "wait", lambda self, timeout_s: waited.append(timeout_s) or [])
         assert backend.collect(timeout_s) == []
     assert waited == pytest.approx(waits)
@@ -233,7 +233,7 @@ def test_an_engine_that_is_left_is_left_without_requests(engine, flat_policy):
 
 def test_an_engine_that_gives_nothing_back_is_left_all_the_same(engine, flat_policy, monkeypatch):
     """Nobody waits for it any more, no thread does."""
-    monkeypatch.setattr("rhymerl.backends.sglang.session._PARTING_S", 0.2)
+    monkeypatch.setattr("rhymerl.backends.sglang.backend._PARTING_S", 0.2)
     engine.holds_at, engine.answers["/abort_request"] = 2, (200, "")
     with connected(engine, flat_policy, silence_timeout_s=1e5) as backend:
         backend.submit(make_requests(20))
@@ -260,7 +260,7 @@ def test_on_a_gpu_the_update_gives_its_memory_back_before_the_engine_wakes(engin
         backend.sleep()
         monkeypatch.setattr(type(flat_policy.model), "device", torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.calls.append("empty_cache"))
-        backend.session._delivery.wake_up()
+        backend._delivery.wake_up()
         assert [each for each in engine.calls if "memory" in each or "cache" in each][-3:] == [
             "/release_memory_occupation",
             "empty_cache",
@@ -286,7 +286,7 @@ def test_before_its_start_and_after_its_end_there_is_no_engine(engine, flat_poli
         backend.collect()
     backend.close()
     backend.start(flat_policy, NoDrafter())
-    folder, weights = backend.session.folder, backend.session.weights_folder
+    folder, weights = backend.own_folder, backend.weights_folder
     assert weights.is_dir()
     backend.close()
     backend.close()
@@ -302,7 +302,7 @@ def test_its_folders_are_made_for_this_user_alone(given, tmp_path, engine, flat_
     """Nobody can be there before it: what is in shared memory has a name that nobody knows in advance."""
     tmp_path.chmod(0o777)
     with connected(engine, flat_policy, folder=str(tmp_path) if given else None) as backend:
-        folder, weights = backend.session.folder, backend.session.weights_folder
+        folder, weights = backend.own_folder, backend.weights_folder
         for each in (folder, weights):
             assert each.stat().st_mode & 0o777 == 0o700
             assert each.stat().st_uid == os.geteuid()

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from rhymerl.backends.sglang.backend import SGLangBackend
-from rhymerl.backends.sglang.own import check_layers, require_sglang
+from rhymerl.backends.sglang.own import check_layers
 from rhymerl.backends.sglang.plugin.names import VARIABLE
+from rhymerl.backends.sglang.settings import require_sglang
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter, RunAheadDrafter
 from rhymerl.drafts import Draft
 from rhymerl.errors import BackendError, ConfigError
@@ -28,8 +29,8 @@ from tests.backends.sglang.test_session import all_of, assert_whole, synced
 def installed(monkeypatch):
     """Pretend that SGLang is installed."""
     monkeypatch.syspath_prepend(str(PATH))
-    monkeypatch.setattr("rhymerl.backends.sglang.session._HEALTH_S", 0.5)
-    monkeypatch.setattr("rhymerl.backends.sglang.session._ABORT_S", 0.2)
+    monkeypatch.setattr("rhymerl.backends.remote.in_flight._HEALTH_S", 0.5)
+    monkeypatch.setattr("rhymerl.backends.remote.in_flight._ABORT_S", 0.2)
     monkeypatch.setattr("rhymerl.backends.remote.process._GRACE_S", 0.5)
 
 
@@ -42,27 +43,27 @@ def started(policy, drafter=None, *, environment=None, **settings):
 
 
 def process_of(backend):
-    return backend.session._own.server._process.pid
+    return backend.server.server._process.pid
 
 
 def test_an_engine_is_told_how_long_sequences_will_be(installed, flat_policy):
     """Buffers grow with that: 131 072 tokens (Qwen2.5) take gigabytes. A stage with longer ones gets another engine."""
     with started(flat_policy, nodes=3) as backend:
         first = process_of(backend)
-        assert "--context-length 320 " in backend.session._own.server.log.read_text()
+        assert "--context-length 320 " in backend.server.server.log.read_text()
         backend.check(100)
-        backend.start(flat_policy, backend.session.drafter)
+        backend.start(flat_policy, backend.drafter)
         assert process_of(backend) == first
     backend = SGLangBackend(max_running=2, environment=ENVIRONMENT)
     backend.check(100)
     with backend:
         backend.start(flat_policy, drafter := HistoryTreeDrafter())
         first = process_of(backend)
-        assert "--context-length 164 " in backend.session._own.server.log.read_text()
+        assert "--context-length 164 " in backend.server.server.log.read_text()
         backend.check(120)
         backend.start(flat_policy, drafter)
         assert process_of(backend) != first
-        assert "--context-length 184 " in backend.session._own.server.log.read_text()
+        assert "--context-length 184 " in backend.server.server.log.read_text()
 
 
 def test_weights_cannot_go_through_nccl_to_an_engine_on_the_same_gpu(installed, flat_policy, monkeypatch):
@@ -89,8 +90,8 @@ def test_from_its_start_to_its_end(installed, flat_policy):
         metrics = backend.metrics()
         assert {"rollout/passes", "spec/bad_drafts"} == {name for name, value in metrics.items() if type(value) is int}
         assert "spec/draft_hit_rate" in metrics
-        leader, folder = process_of(backend), backend.session.folder
-        log = backend.session._own.server.log.read_text()
+        leader, folder = process_of(backend), backend.own_folder
+        log = backend.server.server.log.read_text()
         settings = json.loads((folder / "engine.json").read_text())
     for words in (
         "--speculative-algorithm RHYMERL --speculative-num-draft-tokens 4",
@@ -113,15 +114,15 @@ def test_news_are_written_for_drafters_that_want_them(installed, flat_policy):
         backend.follow(history)
         backend.learn([])
         backend.follow(history)
-        assert sorted(each.name for each in (backend.session.folder / "feed").iterdir()) == [
+        assert sorted(each.name for each in (backend.own_folder / "feed").iterdir()) == [
             "000000001.feed",
             "000000002.feed",
         ]
-        assert backend.session._in_flight.feed == 2
+        assert backend.in_flight.feed == 2
     for drafter, feed in ((Reward(), 1), (RunAheadDrafter(Reward()), 1), (RunAheadDrafter(HistoryTreeDrafter()), 0)):
         with started(flat_policy, drafter) as backend:
             backend.learn([])
-            assert backend.session._in_flight.feed == feed
+            assert backend.in_flight.feed == feed
 
 
 @pytest.mark.parametrize("what", ["collect", "withdraw", "sync"])
@@ -154,8 +155,8 @@ def test_a_killed_engine_is_started_again_when_that_is_asked_for(installed, flat
         done |= all_of(backend, len(requests) - len(done))
         assert_whole(done, requests)
         assert process_of(backend) != first
-        assert backend.session.version == backend.session._in_flight.policy_version == 0
-        assert backend.session._in_flight.feed == 1, "the new engine's drafter knows no history"
+        assert backend.version == backend.in_flight.policy_version == 0
+        assert backend.in_flight.feed == 1, "the new engine's drafter knows no history"
         os.kill(process_of(backend), signal.SIGKILL)
         backend.submit([make_requests(1, seed=5)[0]])
         with pytest.raises(BackendError, match="has died"):
@@ -224,10 +225,10 @@ def test_an_engine_that_dies_unseen_has_a_successor_too(installed, flat_policy, 
                 done = {each.request.id: each for each in back if each.finish_reason != "withdrawn"}
             case "sync":
                 synced(backend, flat_policy, 1)
-                assert backend.session.version == backend.session._in_flight.policy_version == 1
+                assert backend.version == backend.in_flight.policy_version == 1
             case "rest":
                 backend.sleep()
-                assert backend.session._delivery.is_asleep, "the successor keeps its memory"
+                assert backend._delivery.is_asleep, "the successor keeps its memory"
                 synced(backend, flat_policy, 0)
                 backend.submit(requests)
         assert_whole(done | all_of(backend, 12 - len(done)), requests)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from rhymerl.compiled import compiled
 from rhymerl.drafts import DraftBatch
@@ -65,6 +67,21 @@ def tree_arrays(drafts: DraftBatch, roots: IndexArray, n: int) -> TreeArrays:
     token_ids[drafts.requests, index + 1] = drafts.token_ids
     parents[drafts.requests, index + 1] = drafts.parents + 1
     return TreeArrays(token_ids=token_ids, parents=parents)
+
+
+def full_mask(trees: Tensor, lengths: Tensor, n: int, *, num_tokens: int) -> Tensor:
+    """Return the mask that SGLang's attention on a GPU reads, flat and bool.
+
+    It has of each request in turn its n lines of `length + n`, whose end is its part of `trees` [R * n * n].
+    `lengths` [R] are the lengths of the requests' contexts, which all nodes see; `num_tokens` is their sum, which the
+    host knows already.
+    """
+    num_lines = len(lengths) * n
+    ends = (lengths.long() + n).repeat_interleave(n, output_size=num_lines).cumsum(0)
+    mask = torch.ones(n * num_tokens + n * num_lines, dtype=torch.bool, device=trees.device)
+    indices = ends[:, None] + torch.arange(-n, 0, device=ends.device)
+    mask[indices.view(-1)] = trees
+    return mask
 
 
 @compiled

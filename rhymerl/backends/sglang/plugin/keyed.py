@@ -60,7 +60,14 @@ def draw(logits: Tensor, sampling_info: Any, positions: Tensor, *, each: int) ->
     Noise and truncation only touch copies, of some lines at a time.
     """
     logits = logits[:, : VOCABULARY.num_tokens]
-    settings = _settings(sampling_info, logits.shape[1])
+    top_ks = sampling_info.top_ks
+    off = top_ks >= logits.shape[1]  # SGLang writes a huge number for all tokens
+    settings = (
+        sampling_info.temperatures.view(-1),
+        torch.where(off, 0, top_ks),
+        sampling_info.top_ps,
+        sampling_info.min_ps,
+    )
     temperature, top_k, top_p, min_p = (_spread(values, each) for values in settings)
     scales = 1.0 / temperature
     inverse = torch.where(top_k == 1, 0.0, scales)
@@ -106,18 +113,6 @@ def without_seeds(batch: Any) -> Iterator[None]:
         yield
     finally:
         batch.sampling_info = info
-
-
-def _settings(sampling_info: Any, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Temperature, top-k (0 = off; SGLang writes a huge number), top-p and min-p of each request."""
-    top_ks = sampling_info.top_ks
-    off = top_ks >= num_tokens
-    return (
-        sampling_info.temperatures.view(-1),
-        torch.where(off, 0, top_ks),
-        sampling_info.top_ps,
-        sampling_info.min_ps,
-    )
 
 
 def _spread(values: Tensor, each: int) -> Tensor:

@@ -31,9 +31,9 @@ def main() -> None:
 
 
 def left_behind(arguments: Sequence[str], settings: str) -> list[str]:
-    """Return the folders that a session has made for the engine of these arguments and of the file `settings`.
+    """Return the folders that a backend has made for the engine of these arguments and of the file `settings`.
 
-    The weights' folder is in the session's own, or its name begins like that one's, or else is somebody's.
+    The weights' folder is in the backend's own, or its name begins like that one's, or else is somebody's.
     """
     own = Path(settings).parent
     if not own.name.startswith(FOLDERS):

@@ -14,9 +14,8 @@ from sglang.srt.speculative import ngram_worker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from rhymerl.backends.sglang.plugin.arrays import TreeArrays
+from rhymerl.backends.sglang.plugin.arrays import TreeArrays, full_mask
 from rhymerl.backends.sglang.plugin.drafting import EngineDrafting, not_yet_known
-from rhymerl.backends.sglang.plugin.masks import full_mask
 from rhymerl.backends.sglang.plugin.names import ALGORITHM, WIDEST
 from rhymerl.backends.sglang.plugin.pass_sizes import PassSizes
 from rhymerl.backends.sglang.plugin.settings import EngineSettings

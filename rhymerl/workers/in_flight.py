@@ -1,4 +1,4 @@
-"""The requests of a step that workers apart from the trainer answer: who has which, and what has been told of each."""
+"""The requests of a step that workers answer: who has which, and what is known of each."""
 
 from __future__ import annotations
 
@@ -72,12 +72,16 @@ class InFlight:
     def _completions(self, names: Iterable[str]) -> list[Completion]:
         return [Completion(request=self.work.requests[self.index[name]], output=self.outputs[name]) for name in names]
 
-    def report(self, completed: Iterable[Completion], *, tells_tokens: bool) -> ProgressReport:
-        known = ((name, self.outputs.get(name)) for name in self.worker) if tells_tokens else ()
+    def report(self, completed: Iterable[Completion], num_tokens: Mapping[str, int]) -> ProgressReport:
+        """Return what the coordinator is told: what has ended, and the tokens of what has not, as far as known."""
         return ProgressReport(
             finished=tuple(self.index[each.request.id] for each in completed),
-            tokens={self.index[name]: len(output) for name, output in known if output is not None},
+            tokens={self.index[name]: num_tokens[name] for name in self.worker if name in num_tokens},
         )
+
+    def num_tokens(self) -> dict[str, int]:
+        """Return the tokens of each answer that goes on, as far as they are told."""
+        return {name: len(self.outputs[name]) for name in self.worker if name in self.outputs}
 
     def state(self) -> RunAheadState | None:
         """Return what a run that ends here goes on from; None for an evaluation."""
