@@ -17,6 +17,7 @@ from rhymerl.compiled import compiled
 from rhymerl.types import BoolArray, FloatArray, IndexArray, IntArray, RolloutRequest
 
 _TOO_MANY, _UNKNOWN_TOKEN, _ORDER, _TWINS = 1, 2, 3, 4
+_OF_NODES: dict[str, Any] = {"token_ids": np.int32, "parents": np.int32, "scores": np.float64, "sources": np.int8}
 
 
 class DraftSource(IntEnum):
@@ -165,10 +166,8 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
     """
     if not isinstance(drafts, DraftBatch):
         raise ValueError(f"a {type(drafts).__name__}; expected a DraftBatch")
-    tokens, parents, scores, sources, starts = (
-        np.asarray(each) for each in (drafts.token_ids, drafts.parents, drafts.scores, drafts.sources, drafts.starts)
-    )
-    total = tokens.shape
+    nodes = {name: np.asarray(getattr(drafts, name)) for name in _OF_NODES}
+    starts, total = np.asarray(drafts.starts), nodes["token_ids"].shape
     if (
         starts.shape != (num_requests + 1,)
         or starts[0] != 0
@@ -176,24 +175,21 @@ def tidied(drafts: DraftBatch, num_requests: int) -> DraftBatch:
         or total != (starts[-1],)
     ):
         raise ValueError(f"starts must rise from 0 to {total} in {num_requests} steps, one a request")
-    if not total == parents.shape == scores.shape == sources.shape:
-        lengths = {"token_ids": total, "parents": parents.shape, "scores": scores.shape, "sources": sources.shape}
+    if any(each.shape != total for each in nodes.values()):
+        lengths = {name: each.shape for name, each in nodes.items()}
         raise ValueError(f"arrays of different lengths: {lengths}")
     if np.shape(drafts.match_length) != (num_requests,):
         raise ValueError(
             f"match_length {np.shape(drafts.match_length)} must be as long as there are requests ({num_requests})"
         )
-    for name, values in (("token_ids", tokens), ("parents", parents)):
-        if total != (0,) and values.dtype.kind not in "iu":
-            raise ValueError(f"{name} ({values.dtype}) must be integers")
+    for name in ("token_ids", "parents"):
+        if total != (0,) and nodes[name].dtype.kind not in "iu":
+            raise ValueError(f"{name} ({nodes[name].dtype}) must be integers")
     # Copies: the drafter may use its arrays again, and compiled code wants them writeable.
     return DraftBatch(
-        token_ids=np.array(tokens, np.int32),
-        parents=np.array(parents, np.int32),
+        **{name: np.array(nodes[name], dtype) for name, dtype in _OF_NODES.items()},
         starts=np.array(starts, np.int64),
-        scores=np.array(scores, np.float64),
         match_length=np.array(drafts.match_length, np.int32),
-        sources=np.array(sources, np.int8),
         problems=drafts.problems,
     )
 
@@ -212,14 +208,8 @@ def keep_nodes(drafts: DraftBatch, mask: BoolArray) -> DraftBatch:
     mask = closed(drafts, mask)
     starts, parents = np.empty_like(drafts.starts), np.empty(int(mask.sum()), np.int32)
     _renumber(mask, drafts.parents, drafts.starts, starts, parents)
-    return replace(
-        drafts,
-        token_ids=drafts.token_ids[mask],
-        parents=parents,
-        starts=starts,
-        scores=drafts.scores[mask],
-        sources=drafts.sources[mask],
-    )
+    kept = {name: getattr(drafts, name)[mask] for name in ("token_ids", "scores", "sources")}
+    return replace(drafts, **kept, parents=parents, starts=starts)
 
 
 def within_turns(drafts: DraftBatch, requests: Sequence[RolloutRequest]) -> DraftBatch:
@@ -269,27 +259,21 @@ def placed(drafts: DraftBatch, indices: IndexArray, num_requests: int) -> DraftB
 def merge_drafts(one: DraftBatch, other: DraftBatch) -> DraftBatch:
     """Merge two batches over the same requests, each of which has nodes in at most one batch."""
     order = np.argsort(np.concatenate([one.requests, other.requests]), kind="stable")
+    pairs = {name: [getattr(one, name), getattr(other, name)] for name in _OF_NODES}
+    nodes: dict[str, Any] = {name: np.concatenate(pair)[order] for name, pair in pairs.items()}
     return DraftBatch(
-        token_ids=np.concatenate([one.token_ids, other.token_ids])[order],
-        parents=np.concatenate([one.parents, other.parents])[order],
+        **nodes,
         starts=one.starts + other.starts,
-        scores=np.concatenate([one.scores, other.scores])[order],
         match_length=np.maximum(one.match_length, other.match_length),
-        sources=np.concatenate([one.sources, other.sources])[order],
         problems={**one.problems, **other.problems},
     )
 
 
 def no_drafts(num_requests: int) -> DraftBatch:
     """Return empty drafts for all requests."""
-    return DraftBatch(
-        token_ids=np.empty(0, np.int32),
-        parents=np.empty(0, np.int32),
-        starts=np.zeros(num_requests + 1, np.int64),
-        scores=np.empty(0),
-        match_length=np.zeros(num_requests, np.int32),
-        sources=np.empty(0, np.int8),
-    )
+    nodes: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in _OF_NODES.items()}
+    starts, match_length = np.zeros(num_requests + 1, np.int64), np.zeros(num_requests, np.int32)
+    return DraftBatch(**nodes, starts=starts, match_length=match_length)
 
 
 def sound(

@@ -118,16 +118,14 @@ class RandomTreeDrafter(Drafter):
         self._random = np.random.default_rng(seed)
 
     def propose(self, request: RolloutRequest, context: IntArray, budget: int) -> Draft:
-        tokens: list[int] = []
-        parents: list[int] = []
-        for node in range(int(self._random.integers(0, budget + 1))):
-            parent, token = int(self._random.integers(-1, node)), int(self._random.integers(self.vocabulary))
-            if (parent, token) not in set(zip(parents, tokens, strict=True)):
-                parents.append(parent)
-                tokens.append(token)
-            else:
+        nodes: list[tuple[int, int]] = []
+        for number in range(int(self._random.integers(0, budget + 1))):
+            node = int(self._random.integers(-1, number)), int(self._random.integers(self.vocabulary))
+            if node in nodes:
                 break
-        return Draft(token_ids=np.array(tokens, np.int32), parents=np.array(parents, np.int32))
+            nodes.append(node)
+        parents, tokens = np.array(nodes, np.int32).reshape(-1, 2).T
+        return Draft(token_ids=tokens, parents=parents)
 
 
 class OracleDrafter(Drafter):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
+from rhymerl.errors import require
 from rhymerl.replayed import KeptSets, RouteArray, last_routes, routes_behind
 
 if TYPE_CHECKING:
@@ -84,16 +85,12 @@ class SamplingParams:
     replay: bool = False  # where truncation is on, `Output.kept` has what it left, and log-probs are over that
 
     def __post_init__(self) -> None:
-        allowed = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more, and finite"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
-        }
-        for name, (holds, words) in allowed.items():
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)}: expected {words}")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        is_finite = 0 <= self.temperature < float("inf")
+        require(is_finite, "temperature", self.temperature, "0 (greedy) or more, and finite")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1)")
 
     @property
     def truncates(self) -> bool:

@@ -36,7 +36,9 @@ class Batch:
     divergence: Tensor | None = None  # [B] nats from the reference, of an answer's trained tokens
     advantages: Tensor | None = None  # [B, T]
     returns: Tensor | None = None  # [B, T] what the critic learns
-    awaits_proximal: bool = False  # the update's own pass finds `proximal_logprobs`, for the loss alone
+    awaits_proximal: Tensor | None = (
+        None  # [B] bool, whose `proximal_logprobs` the update's own pass finds, for the loss
+    )
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -48,7 +50,7 @@ class Batch:
         They are `proximal_logprobs` if there are any, else `behaviour_logprobs`. Raises ValueError before the loss of
         an algorithm that `needs` them in the loss alone.
         """
-        if self.awaits_proximal:
+        if self.awaits_proximal is not None:
             raise ValueError(
                 "old_logprobs are read before the loss: an algorithm that does so needs proximal, not proximal_in_loss"
             )

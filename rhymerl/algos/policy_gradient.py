@@ -66,28 +66,17 @@ class PolicyGradient(Algorithm):
             require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         require(0 <= self.overlong_fraction <= 1, "overlong_fraction", self.overlong_fraction, "0 to 1")
         require(self.max_kl is None or self.max_kl > 0, "max_kl", self.max_kl, "more than 0")
-        self._check_dual_clip()
-        self._check_target()
-        self._check_bounds()
+        dual, target, floor, cap = self.dual_clip, self.kl_target, self.correction_floor, self.correction_cap
+        require(dual is None or dual > 1, "dual_clip", dual, "more than 1")
+        require(dual is None or self.surrogate == "clip", "dual_clip", dual, f"null with surrogate={self.surrogate}")
+        require(target is None or target > 0, "kl_target", target, "more than 0")
+        where = "null, unless kl_in=reward and kl_coef is above 0"
+        require(target is None or self._is_in_reward, "kl_target", target, where)
+        require(floor is None or floor >= 0, "correction_floor", floor, "at least 0, or null")
+        require(cap is None or cap >= 0, "correction_cap", cap, "at least 0, or null")
+        is_open = floor is None or cap is None or floor < cap
+        require(is_open, "correction_floor", floor, f"less than correction_cap={cap}")
         self._kl_coef = float(self.kl_coef)
-
-    def _check_dual_clip(self) -> None:
-        if self.dual_clip is not None:
-            require(self.dual_clip > 1, "dual_clip", self.dual_clip, "more than 1")
-            require(self.surrogate == "clip", "dual_clip", self.dual_clip, f"null with surrogate={self.surrogate}")
-
-    def _check_target(self) -> None:
-        if self.kl_target is not None:
-            require(self.kl_target > 0, "kl_target", self.kl_target, "more than 0")
-            require(self._is_in_reward, "kl_target", self.kl_target, "null, unless kl_in=reward and kl_coef is above 0")
-
-    def _check_bounds(self) -> None:
-        for name in ("correction_floor", "correction_cap"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, name, value, "at least 0, or null")
-        if self.correction_floor is not None and self.correction_cap is not None:
-            below = f"less than correction_cap={self.correction_cap}"
-            require(self.correction_floor < self.correction_cap, "correction_floor", self.correction_floor, below)
 
     # -- what it needs, once a step ------------------------------------------------------------------------------
 

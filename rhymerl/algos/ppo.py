@@ -54,13 +54,17 @@ class PPO(PolicyGradient):
 
     def advantages(self, batch: Batch) -> Tensor:
         assert batch.values is not None, "values are computed before the advantages"
+        final = None
+        if self.bootstrap_truncated:  # the value expected after a cut-off: arXiv 1712.00378
+            assert batch.final_values is not None, "they are computed with the values"
+            final = batch.final_values.masked_fill(~batch.is_truncated, 0)
         return generalized_advantages(
             self._token_rewards(batch),
             batch.values,
             batch.mask,
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
-            final_values=self._final_values(batch),
+            final_values=final,
         )
 
     def _token_rewards(self, batch: Batch) -> Tensor:
@@ -70,13 +74,6 @@ class PPO(PolicyGradient):
             return at_last_token(scores, batch.mask) - penalties
         rest = scores - batch.turn_rewards.sum(-1)
         return batch.turn_rewards + at_last_token(rest, batch.mask) - penalties
-
-    def _final_values(self, batch: Batch) -> Tensor | None:
-        """Return the value expected after a cut-off: partial-episode bootstrapping, arXiv 1712.00378."""
-        if not self.bootstrap_truncated:
-            return None
-        assert batch.final_values is not None, "they are computed with the values"
-        return batch.final_values.masked_fill(~batch.is_truncated, 0)
 
     def with_returns(self, batch: Batch) -> Batch:
         assert batch.advantages is not None and batch.values is not None
@@ -90,13 +87,10 @@ class PPO(PolicyGradient):
 
     def loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
         policy_loss, found = super().loss(batch, output, totals)
-        value_loss, of_values = self._value_loss(batch, output, totals)
-        total = policy_loss + self.value_coef * value_loss
-        return total, {**found, **of_values, "loss": total.detach()}
-
-    def _value_loss(self, batch: Batch, output: PolicyOutput, totals: Totals) -> tuple[Tensor, Mapping[str, Tensor]]:
         assert output.values is not None and batch.values is not None and batch.returns is not None
         tokens, is_clipped = clipped_value_loss(output.values, batch.returns, batch.values, clip=self.value_clip)
-        loss = masked_sum(tokens, batch.mask) / totals.num_tokens
+        value_loss = masked_sum(tokens, batch.mask) / totals.num_tokens
         clipped = (is_clipped & batch.mask).sum() / totals.num_tokens
-        return loss, {"critic/vf_loss": loss.detach(), "critic/vf_clipfrac": clipped}
+        total = policy_loss + self.value_coef * value_loss
+        of_values = {"critic/vf_loss": value_loss.detach(), "critic/vf_clipfrac": clipped}
+        return total, {**found, **of_values, "loss": total.detach()}

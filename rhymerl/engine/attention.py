@@ -22,7 +22,7 @@ from rhymerl.engine.inputs import Inputs
 from rhymerl.engine.kv_store import KVStore
 from rhymerl.engine.paged_attention import PagedLayout, attend
 from rhymerl.engine.tiles import TileLayout
-from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
+from rhymerl.models.attention import FULL, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.policy import evaluating
 from rhymerl.types import IndexArray
 
@@ -57,7 +57,7 @@ class AttentionPlan:
     tiles: TilePlan | None = None  # in place of both
     store: KVStore | None = None  # of passes by transformers, which also need
     positions: Tensor | None = None  # [N]
-    _additive: dict[int | ChunkedWindow | None, list[Tensor]] = field(default_factory=dict)
+    _additive: dict[int | None, list[Tensor]] = field(default_factory=dict)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """Return [N, heads, dim] from query [N, heads, dim] and a layer's keys and values [slots, kv_heads, dim].
@@ -105,17 +105,16 @@ class AttentionPlan:
         out = out.view(rows, kv_heads, -1, width, out.shape[3]).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * width, query.shape[1], -1)
 
-    def _additive_masks(self, query: Tensor, groups: int, window: int | ChunkedWindow | None) -> list[Tensor]:
+    def _additive_masks(self, query: Tensor, groups: int, window: int | None) -> list[Tensor]:
         """Return masks [rows, 1, groups * Q, S] with 0 where visible and -inf elsewhere."""
         if window not in self._additive:
             self._additive[window] = [self._additive_mask(bucket, query, groups, window) for bucket in self.buckets]
         return self._additive[window]
 
     @staticmethod
-    def _additive_mask(bucket: Bucket, query: Tensor, groups: int, window: int | ChunkedWindow | None) -> Tensor:
+    def _additive_mask(bucket: Bucket, query: Tensor, groups: int, window: int | None) -> Tensor:
         rows, width, keys = bucket.shape
-        reach = window.size if isinstance(window, ChunkedWindow) else window
-        visible = bucket.mask if window is None or reach is None or keys <= reach else last_seen(bucket.mask, window)
+        visible = bucket.mask if window is None or keys <= abs(window) else last_seen(bucket.mask, window)
         zeros = torch.zeros(rows, width, keys, dtype=query.dtype, device=query.device)
         mask = zeros.masked_fill_(~visible, float("-inf"))
         return mask[:, None, None].expand(rows, 1, groups, width, keys).reshape(rows, 1, groups * width, keys)
@@ -129,7 +128,7 @@ def _as_compiled(
         return None, None, None
     none = torch.full(query.shape[1:2], float("-inf"))
     sinks = none if layer.sinks is None else layer.sinks.detach()
-    return layer.signed_window or _ALL, layer.softcap or 0.0, sinks.to(query.dtype).numpy()
+    return layer.window or _ALL, layer.softcap or 0.0, sinks.to(query.dtype).numpy()
 
 
 def _attend_by_scores(
@@ -174,7 +173,7 @@ class TilePlan:
         arrays = (self.tiles, self.positions, self.ancestors, self.kv_slots)
         return attend(
             query, keys, values, *arrays, scale, most=self.most, splits=self.splits,
-            window=layer.signed_window, softcap=layer.softcap, sinks=layer.sinks,
+            window=layer.window, softcap=layer.softcap, sinks=layer.sinks,
         )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rhymerl.engine import inputs
 from rhymerl.engine.recurrent import RowStates
 from rhymerl.engine.rows import SlotPool
-from rhymerl.models.attention import ChunkedWindow
 
 
 class LayerStore(CacheLayerMixin):
@@ -118,9 +117,9 @@ class KVStore(Cache):
             raise TypeError("this model's attention computes keys and values that are in no cache")
         return layer.keep(keys, values)
 
-    def note(self, window: int | ChunkedWindow | None) -> None:
+    def note(self, window: int | None) -> None:
         """A layer's attention has this window."""
-        self._windows.add(window.size if isinstance(window, ChunkedWindow) else window)
+        self._windows.add(None if window is None else abs(window))
 
     def free(self) -> None:
         """Free keys and values at once: stores and layers form reference cycles, which Python frees late."""

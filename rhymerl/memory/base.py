@@ -94,24 +94,14 @@ class Setup:
         return any(not each.is_whole for each in self.tensors.critic)
 
     @property
-    def itemsize(self) -> int:
-        """Return the bytes per element of weights."""
-        return max(each.itemsize for each in self.tensors.policy if not each.is_full)
-
-    @property
-    def compute_itemsize(self) -> int:
-        """Return the bytes per element of what layers compute."""
-        return min(2, self.itemsize) if self.is_mixed else self.itemsize
-
-    @property
     def stream_itemsize(self) -> int:
         """Return the bytes per element of layers' weights; sharded ones are gathered in the compute dtype."""
-        return self.compute_itemsize if self.layout.is_sharded else self.itemsize
+        return self.model.compute_itemsize if self.layout.is_sharded else self.model.itemsize
 
     @property
     def is_cast(self) -> bool:
         """Return whether autocast computes in fewer bits than the weights have."""
-        return self.compute_itemsize < self.stream_itemsize
+        return self.model.compute_itemsize < self.stream_itemsize
 
     def gathered_itemsize(self, weight: Weight) -> int:
         """Return the bytes of an element while its sharded tensor is whole."""

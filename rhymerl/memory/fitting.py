@@ -88,7 +88,7 @@ def changes(setup: Setup, *, with_ranks: bool = True) -> Iterator[MemoryChange]:
         yield _change("update.offload_optimizer=true", offloads_optimizer=True)
     if with_ranks:
         yield from _changes_of_ranks(setup)
-    if setup.itemsize == 4:
+    if setup.model.itemsize == 4:
         yield MemoryChange(words="trainer.precision=bf16-true", apply=_in_half)
     if not setup.has_adapters:
         yield MemoryChange(words="adapter=lora", apply=_with_adapters)
@@ -144,14 +144,15 @@ def _on_more_nodes(setup: Setup) -> Iterator[Setup]:
 
 
 def _in_half(setup: Setup) -> Iterator[Setup]:
-    yield replace(setup, tensors=setup.tensors.cast(2), is_mixed=False)
+    model = replace(setup.model, itemsize=2, compute_itemsize=2)
+    yield replace(setup, tensors=setup.tensors.cast(2), model=model, is_mixed=False)
 
 
 def _with_adapters(setup: Setup) -> Iterator[Setup]:
     """With adapters of the default rank on all linear layers of the decoder the policy is its own reference."""
     model = setup.model
     parameters = 4 * (model.hidden + model.attention) + 3 * (model.hidden + model.intermediate)
-    adapters = Weight(shape=(_LORA_RANK * model.layers * parameters,), itemsize=max(4, setup.itemsize), is_full=True)
+    adapters = Weight(shape=(_LORA_RANK * model.layers * parameters,), itemsize=max(4, model.itemsize), is_full=True)
     policy, critic = (_frozen(weights) for weights in (setup.tensors.policy, setup.tensors.critic))
     if setup.has_own_critic:
         critic = (*critic, adapters)

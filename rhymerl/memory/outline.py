@@ -37,10 +37,6 @@ class Weight:
     def count(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.itemsize
-
     def part(self, num_shards: int) -> int:
         """Return the elements on the fullest rank: `fully_shard` divides each tensor along its first dimension."""
         if self.is_whole or not self.shape:

@@ -132,9 +132,9 @@ def layer_bytes(setup: Setup) -> LayerBytes:
     - eager attention keeps its scores; flash and memory-efficient kernels keep none.
     - recurrent layers: `rhymerl.models.recurrent.kept_bytes`.
     """
-    model, b, stream = setup.model, setup.compute_itemsize, setup.stream_itemsize
+    model, b, stream = setup.model, setup.model.compute_itemsize, setup.stream_itemsize
     h, a, i = model.hidden, model.attention, model.intermediate
-    scores = model.heads * model.longest_tokens * (4 + setup.itemsize) if setup.is_eager else 0
+    scores = model.heads * model.longest_tokens * (4 + model.itemsize) if setup.is_eager else 0
     norm = h * (max(4, stream) + stream)
     is_copied = setup.is_cast or (setup.has_adapters and b < 4)
     copy = b if setup.is_cast or not is_copied else 4
@@ -156,7 +156,7 @@ def _activations(setup: Setup) -> int:
     else:
         a_token = found.total(model) + found.layer(model)
     backbones = 2 if setup.has_own_critic else 1
-    casts = total_bytes(setup.tensors.updated) // setup.itemsize * setup.compute_itemsize if setup.is_cast else 0
+    casts = total_bytes(setup.tensors.updated) // model.itemsize * model.compute_itemsize if setup.is_cast else 0
     return backbones * setup.tokens * a_token + casts
 
 
@@ -167,9 +167,9 @@ def _head_chunks(setup: Setup) -> int:
     gathered ones.
     """
     model = setup.model
-    chunk = min(setup.chunk_tokens, setup.tokens) * model.vocabulary * max(4, setup.compute_itemsize)
+    chunk = min(setup.chunk_tokens, setup.tokens) * model.vocabulary * max(4, model.compute_itemsize)
     is_counted = setup.has_adapters or setup.layout.is_sharded
-    ends = 0 if is_counted else 2 * model.vocabulary * model.hidden * setup.itemsize
+    ends = 0 if is_counted else 2 * model.vocabulary * model.hidden * model.itemsize
     return 4 * chunk + ends
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rhymerl.memory.base import Setup
-from rhymerl.memory.outline import Weight
+from rhymerl.memory.outline import Weight, total_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,9 @@ def traffic(setup: Setup) -> Traffic:
     policy, critic, reference = (_gathered(setup, each) for each in (tensors.policy, tensors.critic, tensors.reference))
     gathers = (2 * backwards + forwards * setup.policy_forwards) * policy
     gathers += (2 * backwards + forwards) * critic + forwards * reference
-    sums = backwards * _scattered(setup) + setup.epochs * setup.mini_batches * _summed_everywhere(setup)
+    kept = total_bytes(each for each in tensors.trained if not layout.divides(each))  # of gradients, on each rank
+    everywhere = 2 * (layout.num_ranks - 1) * kept // layout.num_ranks
+    sums = backwards * _scattered(setup) + setup.epochs * setup.mini_batches * everywhere
     part = sum(each.part(layout.num_shards) * each.itemsize for each in tensors.policy)
     others = layout.num_shards - 1
     return Traffic(gathers=gathers, gradients=sums, weights=(min(1, others) if setup.is_apart else others) * part)
@@ -71,11 +73,3 @@ def _scattered(setup: Setup) -> int:
     divided = filter(setup.layout.divides, setup.tensors.trained)
     parts = sum(each.part(shards) * setup.summed_itemsize(each) for each in divided)
     return (shards - 1) * parts + 2 * (replicas - 1) * parts // replicas
-
-
-def _summed_everywhere(setup: Setup) -> int:
-    """Return what an optimizer step sends of gradients that each rank has whole."""
-    ranks = setup.layout.num_ranks
-    return (
-        2 * (ranks - 1) * sum(each.nbytes for each in setup.tensors.trained if not setup.layout.divides(each)) // ranks
-    )

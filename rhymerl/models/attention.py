@@ -22,18 +22,12 @@ _LONG = ("sliding_window", "attention_chunk_size", "floor_scale")
 _SHORT = 3  # positions
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedWindow:
-    """A window of the positions from the last multiple of `size` on."""
-
-    size: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerAttention:
     """What the attention of a layer is beside causal."""
 
-    window: int | ChunkedWindow | None = None  # positions that a token sees, its own among them; None = all
+    # Positions that a token sees, its own among them; -n: those from the last multiple of n on, a chunk; None: all.
+    window: int | None = None
     softcap: float | None = None  # c: a score s counts as c tanh(s / c)
     sinks: Tensor | None = None  # [heads] the score of a key without a value, which takes its share of each softmax
 
@@ -48,11 +42,6 @@ class LayerAttention:
         return cls(window=seen, softcap=softcap, sinks=sinks)
 
     @property
-    def signed_window(self) -> int | None:
-        """Return the window as compiled loops and kernels take it: a chunk's size is below 0."""
-        return -self.window.size if isinstance(self.window, ChunkedWindow) else self.window
-
-    @property
     def needs_scores(self) -> bool:
         """Return whether scores are changed before their softmax, which torch's own attention cannot do."""
         return self.softcap is not None or self.sinks is not None
@@ -61,7 +50,7 @@ class LayerAttention:
 FULL = LayerAttention()
 
 
-def unsaid_window(layer: Any) -> int | ChunkedWindow | None:
+def unsaid_window(layer: Any) -> int | None:
     """Return the window or chunks of a layer that hands nothing but a mask of them to the interface.
 
     Where a config names no kinds of layers, its window is that of all.
@@ -70,7 +59,7 @@ def unsaid_window(layer: Any) -> int | ChunkedWindow | None:
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer.layer_idx] if kinds else "sliding_attention"
     if kind == "chunked_attention":
-        return ChunkedWindow(config.attention_chunk_size)
+        return -int(config.attention_chunk_size)
     return getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
 
 
@@ -87,14 +76,14 @@ def at_positions(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
     return scaled
 
 
-def last_seen(visible: Tensor, window: int | ChunkedWindow) -> Tensor:
+def last_seen(visible: Tensor, window: int) -> Tensor:
     """Return which keys a window leaves of the visible ones, bool [..., keys], in the order of their positions.
 
     The keys that a token sees have one position each, up to its own. So a window of positions is as many of the last
     ones, wherever they are stored and whatever stands between them. A chunk's are as many as its token is away from its
     start.
     """
-    most = (visible.sum(-1, keepdim=True) - 1) % window.size + 1 if isinstance(window, ChunkedWindow) else window
+    most = window if window > 0 else (visible.sum(-1, keepdim=True) - 1) % -window + 1
     return visible & (visible.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= most)
 
 

@@ -50,30 +50,22 @@ class CriticSettings:
         source = policy if self.path is None else self._load(self.path, policy)
         decoder = decoder_of(source.model)
         body = copy.deepcopy(decoder) if self.path is None else decoder
-        weights, prefix = source.weights, _prefix_in(source.model, decoder)
-        return Critic(self, body, body=body.train(), seed=seed, weights=weights, prefix=prefix)
+        # A decoder may be deeper in the model than its base.
+        name = next((name for name, each in source.model.named_modules() if each is decoder), "")
+        prefix = f"{name}." if name else ""
+        return Critic(self, body, body=body.train(), seed=seed, weights=source.weights, prefix=prefix)
 
     def outline(self, model: PreTrainedModel) -> Critic:
         """Return the critic of a policy model without content, itself without content: see `PolicySource.outline`."""
-        if self.shared:
-            return Critic(self, decoder_of(model), body=None, seed=0)
-        if self.path is None:
-            body = copy.deepcopy(decoder_of(model))
-        else:
-            body = decoder_of(PolicySource.like(model, self.path).outline(setting="critic"))
-        return Critic(self, body, body=body, seed=0)
+        source = model if self.path is None else PolicySource.like(model, self.path).outline(setting="critic")
+        decoder = decoder_of(source)
+        return Critic(self, decoder, body=None if self.shared else copy.deepcopy(decoder), seed=0)
 
     def _load(self, path: str, policy: Policy) -> Policy:
         loaded = PolicySource.like(policy.model, path).load(setting="critic")
         if not policy.tokenizer.get_vocab().items() <= loaded.tokenizer.get_vocab().items():
             raise ConfigError(f"critic.path={path!r}: its tokens are not the policy's; it needs the same tokenizer")
         return loaded
-
-
-def _prefix_in(model: nn.Module, part: nn.Module) -> str:
-    """Return the prefix of a part's weight names in the model: a decoder may be deeper in it than its base."""
-    name = next((name for name, each in model.named_modules() if each is part), "")
-    return f"{name}." if name else ""
 
 
 class Critic(nn.Module):

@@ -30,12 +30,11 @@ class DeferredWeights(ABC):
     """The tensors of a model that has none yet, by name."""
 
     @abstractmethod
-    def has(self, name: str) -> bool:
-        """Return whether there is such a tensor."""
-
-    @abstractmethod
     def read(self, name: str, like: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor with the shape and dtype of `like`; called on all ranks in one order, each for its device."""
+        """Return a tensor with the shape and dtype of `like`, or `like` itself where there is none of that name.
+
+        Called on all ranks in one order, each for its device.
+        """
 
     def close(self) -> None:
         """Free what is held; it may be read again."""
@@ -47,10 +46,9 @@ class TensorFiles(DeferredWeights):
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files  # by the names of tensors
 
-    def has(self, name: str) -> bool:
-        return name in self._files
-
     def read(self, name: str, like: Tensor, device: torch.device) -> Tensor:
+        if name not in self._files:
+            return like
         with safe_open(self._files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor.to(like.dtype)
@@ -75,9 +73,6 @@ class FirstRankWeights(DeferredWeights):
         self._load = load
         self._tensors: dict[str, Tensor] | None = None
 
-    def has(self, name: str) -> bool:
-        return True
-
     def read(self, name: str, like: Tensor, device: torch.device) -> Tensor:
         if dist.get_rank() == 0:
             if self._tensors is None:
@@ -94,7 +89,8 @@ class FirstRankWeights(DeferredWeights):
 
 def files_of(name: str, model: PreTrainedModel, *, is_here: bool) -> TensorFiles | None:
     """Return the files of a directory or hub's model, local if it `is_here`; None if they are not `model`'s tensors."""
-    if getattr(model.config, "quantization_config", None) or _keeps_some_in_float32(model):
+    in_float32 = (getattr(model, f"_keep_in_fp32_modules{end}", None) for end in ("", "_strict"))
+    if getattr(model.config, "quantization_config", None) or any(in_float32):
         return None
     found = TensorFiles(names_in(name, is_here=is_here))
     return found if found.fit(model) else None
@@ -121,10 +117,6 @@ def generation_config_of(name: str, *, is_here: bool) -> GenerationConfig | None
     where: dict[str, Any] = {"local_files_only": is_here}
     found = cached_file(name, GENERATION_CONFIG_NAME, **where, _raise_exceptions_for_missing_entries=False)
     return GenerationConfig.from_pretrained(name, **where) if found else None
-
-
-def _keeps_some_in_float32(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None))
 
 
 # -- models without content
@@ -184,7 +176,7 @@ class Filler:
         self._summaries: dict[int, bytes] = {}
         self._state: list[tuple[str, Tensor, int]] = []  # names, shapes, and which summary: the tensors themselves go
         for name, each in model.state_dict(keep_vars=True).items():
-            if not isinstance(each, nn.Parameter) and weights.has(prefix + _plain(name)):
+            if not isinstance(each, nn.Parameter):
                 each.copy_(weights.read(prefix + _plain(name), each, device))
             if not each.is_meta:
                 self._summaries[id(each)] = summary(each)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -46,7 +46,8 @@ def restore(
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype)
     put_back(model, directory)
-    names = list(_untied(model))
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    names = [name for name in model.state_dict() if name not in tied]
     of_adapters = {id(each) for each in adapter_parameters(model)}
     adapters = [name for name, each in model.named_parameters() if id(each) in of_adapters]
     model.load_state_dict({**weights, **(read(adapters) if adapters else {})}, assign=True)
@@ -55,13 +56,6 @@ def restore(
     parts = list(_parts({name: weights[name] for name in names if name not in adapters}, file_bytes))
     contents = (dict(with_adapters(model, read(part).items())) for part in parts)
     _write(model, contents, len(parts), directory)
-
-
-def _untied(model: nn.Module) -> Iterator[str]:
-    """Yield the names of a model's state; one for tensors that are the same."""
-    parameters = {name for name, _ in model.named_parameters()}
-    others = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters
-    yield from (name for name in model.state_dict() if name not in others)
 
 
 def _parts(weights: Mapping[str, Tensor], file_bytes: int) -> Iterator[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from rhymerl.errors import ConfigError
 from rhymerl.models.loading import read_model
@@ -80,22 +72,13 @@ def read_header(path: Path, where: str) -> GGUFHeader:
     return header
 
 
-def load_config(path: Path, where: str) -> PretrainedConfig:
-    """Read the model's config; no weights are read. Raises ConfigError as `read_header` does."""
-    read_header(path, where)
-    with _alone(path) as place:
-        config: PretrainedConfig = AutoConfig.from_pretrained(**place)
-    return config
-
-
-def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str) -> PreTrainedModel:
+def load_model(place: Mapping[str, Any], dtype: torch.dtype, *, header: GGUFHeader, where: str) -> PreTrainedModel:
     """Read the model, its weights dequantised.
 
     Raises ConfigError where transformers would make up weights that are missing, or leave positions unscaled.
     """
-    with _alone(path) as place:
-        quantized = GgufConfig(dequantize=True)
-        model = read_model(AutoModelForCausalLM, where, **place, dtype=dtype, quantization_config=quantized)
+    quantized = GgufConfig(dequantize=True)
+    model = read_model(AutoModelForCausalLM, where, **place, dtype=dtype, quantization_config=quantized)
     rope = getattr(model.config, "rope_parameters", None) or {}
     if header.scaled_rope is not None and rope.get("rope_type", "default") == "default":
         raise ConfigError(
@@ -104,20 +87,11 @@ def load_model(path: Path, dtype: torch.dtype, *, header: GGUFHeader, where: str
         )
     if len(header.ends) > 1:
         model.generation_config.eos_token_id = header.ends
-    model.name_or_path = model.config.name_or_path = str(path)
     return model
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer, with the chat template if the file has one."""
-    with _alone(path) as place:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**place)
-    tokenizer.name_or_path = str(path)
-    return tokenizer
-
-
 @contextmanager
-def _alone(path: Path) -> Iterator[dict[str, Any]]:
+def alone(path: Path) -> Iterator[dict[str, Any]]:
     """Where transformers finds the file in a directory without others, which it would read too."""
     with TemporaryDirectory() as folder:
         Path(folder, path.name).symlink_to(path.resolve())

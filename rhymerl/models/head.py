@@ -87,10 +87,16 @@ def head_logprobs(
             hidden, head.weight, head.bias, targets, temperature, chunk_tokens, kept_bytes, dtype, transform, kept
         )  # type: ignore[no-untyped-call]
         return found
-    parts = [
-        checkpoint(_of_chunk, hidden, head, targets, temperature, transform, kept, reference, part, use_reentrant=False)
-        for part in _slices(len(hidden), chunk_tokens)
-    ]
+
+    def of_chunk(hidden: Tensor, part: slice) -> tuple[Tensor, ...]:
+        everything = _log_softmax(head(hidden[part]), temperature, transform, kept, part)
+        found = _chosen(everything, targets[part]), _entropy(everything)
+        if reference is None:
+            return found
+        return *found, _divergence(everything, reference.logprobs(temperature, kept, part))
+
+    slices = _slices(len(hidden), chunk_tokens)
+    parts = [checkpoint(of_chunk, hidden, part, use_reentrant=False) for part in slices]
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -273,23 +279,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _of_chunk(
-    hidden: Tensor,
-    head: nn.Module,
-    targets: Tensor,
-    temperature: float,
-    transform: LogitTransform,
-    kept: KeptTokens | None,
-    reference: ReferenceHead | None,
-    part: slice,
-) -> tuple[Tensor, ...]:
-    everything = _log_softmax(head(hidden[part]), temperature, transform, kept, part)
-    found = _chosen(everything, targets[part]), _entropy(everything)
-    if reference is None:
-        return found
-    return *found, _divergence(everything, reference.logprobs(temperature, kept, part))
 
 
 def _divergence(everything: Tensor, others: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def read_model(loader: Any, where: str, **source: Any) -> PreTrainedModel:
     """
     model, found = loader.from_pretrained(**source, trust_remote_code=False, output_loading_info=True)
     refuse_missing(found["missing_keys"], where, has=found["unexpected_keys"])
-    if model.config.tie_word_embeddings and not _is_tied(model):
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if model.config.tie_word_embeddings and head is not None and head is not model.get_input_embeddings().weight:
         raise ConfigError(
             f"{where}: its config ties head and embedding (tie_word_embeddings), and its files have another matrix for each; "
             "set it to false in config.json, or remove one of them"
@@ -53,8 +54,3 @@ def refuse_missing(names: Collection[str], where: str, *, has: Collection[str] =
     prefixed = sorted(name for name in has if name.endswith(f".{first}"))
     hint = f"; there is {prefixed[0]}, so remove the prefix from its names" if prefixed else ""
     raise ConfigError(f"{where}: it has no weights for {first}{more}{hint}")
-
-
-def _is_tied(model: PreTrainedModel) -> bool:
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    return head is None or head is model.get_input_embeddings().weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
@@ -55,11 +55,6 @@ def transform_of(model: PreTrainedModel) -> LogitTransform:
             scale = scale / value if divides else scale * value
     caps = [value for name in _CAPS if (value := getattr(text, name, None))]
     return LogitTransform(scale=scale, cap=caps[0] if caps else None, num_tokens=num_tokens(model))
-
-
-def limit_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the model sample the tokenizer's tokens alone: matrices are often padded to a round number of rows."""
-    vars(model)["num_tokens"] = 1 + max(tokenizer.get_vocab().values())
 
 
 def num_tokens(model: PreTrainedModel) -> int:

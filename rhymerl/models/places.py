@@ -12,14 +12,14 @@ _GGUF = ".gguf"
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether the path names a GGUF file, which may not exist."""
-    return path.lower().endswith(_GGUF)
+    """Return whether the path names a GGUF file, which may not exist, and no directory."""
+    return path.lower().endswith(_GGUF) and not Path(path).expanduser().is_dir()
 
 
 def check_place(path: str, where: str) -> None:
     """Raise ConfigError, which begins with `where`, for a path that is neither a model nor a name of the hub's."""
     folder = Path(path).expanduser()
-    if is_gguf(path) and not folder.is_dir():
+    if is_gguf(path):
         check_gguf(folder, where)
     elif folder.exists():
         _check_folder(folder, where)
@@ -40,7 +40,7 @@ def _check_folder(folder: Path, where: str) -> None:
         return
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(f"{where}: {_adapter_words(folder / 'adapter_config.json')}")
-    files = ", ".join(sorted(each.name for each in folder.glob("*") if is_gguf(each.name)))
+    files = ", ".join(sorted(each.name for each in folder.glob("*") if is_gguf(str(each))))
     hint = f"; name a file of it: {files}" if files else ""
     raise ConfigError(f"{where}: not a model directory (it has no config.json){hint}")
 

@@ -35,11 +35,10 @@ from rhymerl.models.deferred import (
 )
 from rhymerl.models.hub import look_up
 from rhymerl.models.loading import naming, read_model
-from rhymerl.models.logits import limit_tokens
 from rhymerl.models.lora import LoRA, is_adapted, is_changed, save_config, with_adapters
 from rhymerl.models.places import check_place, is_gguf
 from rhymerl.models.sharding import GatheredTensors, is_sharded
-from rhymerl.models.tokenizers import character_tokenizer, check_characters, check_tokenizer, load_tokenizer
+from rhymerl.models.tokenizers import character_tokenizer, check_characters, load_tokenizer
 from rhymerl.models.wrapped import auto_class, freeze_towers, language_modules, processor_files
 
 _SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe", ".vocab", ".jsonl", ".md")
@@ -56,7 +55,8 @@ class Policy:
     trained_on: torch.device | None = None  # of a copy that is elsewhere than the policy which is trained
 
     def __post_init__(self) -> None:
-        limit_tokens(self.model, self.tokenizer)
+        # The tokenizer's tokens alone are sampled: matrices are often padded to a round number of rows.
+        vars(self.model)["num_tokens"] = 1 + max(self.tokenizer.get_vocab().values())
         freeze_towers(self.model)
         _keep_experts(self.model)
 
@@ -184,10 +184,7 @@ def write_files(files: Mapping[str, str], directory: str | Path) -> None:
 
 def _inside(directory: Path, name: str) -> Path:
     """Return the path of the file inside the folder. Names come out of a checkpoint, which may be anybody's."""
-    is_plain = (
-        "\0" not in name and ".." not in Path(name).parts and not Path(name).is_absolute() and bool(Path(name).name)
-    )
-    if not is_plain or not (directory / name).resolve().is_relative_to(directory.resolve()):
+    if "\0" in name or directory.resolve() not in (directory / name).resolve().parents:
         raise ConfigError(f"policy file {name!r}: leads out of the directory that it belongs to")
     if Path(name).suffix not in _SUFFIXES:
         raise ConfigError(f"policy file {name!r}: no file of a config or a tokenizer ({', '.join(_SUFFIXES)})")
@@ -276,101 +273,98 @@ class PolicySource:
 
     @property
     def _is_gguf(self) -> bool:
-        return self.path is not None and is_gguf(self.path) and not Path(self.path).expanduser().is_dir()
+        return self.path is not None and is_gguf(self.path)
 
     def _whole(self, setting: str) -> Policy:
-        return self._read(str(self.path), setting) if self.init is None else self._build(self.init, setting)
+        if self.init is None:
+            return self._read(setting)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = self._new(setting)
+        return Policy(model=model, tokenizer=self._made_tokenizer())
 
     def _deferred(self, setting: str) -> Policy:
         """Return the policy with a model of shapes alone, before it is adapted."""
         with without_content():
-            model = self._empty(setting)
+            model = self._new(setting)
         weights = FirstRankWeights(lambda: self._whole(setting).model)
         if self.init is not None:
             return Policy(model=model, tokenizer=self._made_tokenizer(), weights=weights)
         where = f"{setting}.path={self.path!r}"
-        name, is_here = self._place(str(self.path), where, setting)
-        with naming(f"{where}: cannot be loaded as a causal language model"):
-            files = files_of(name, model, is_here=is_here)
-            model.name_or_path = name
-            if model.can_generate():
-                model.generation_config = generation_config_of(name, is_here=is_here) or model.generation_config
-        tokenizer = load_tokenizer(name, model, where, is_here=is_here)
+        with self._place(setting) as place:
+            name, is_here = place["pretrained_model_name_or_path"], place["local_files_only"]
+            with naming(f"{where}: cannot be loaded as a causal language model"):
+                files = files_of(name, model, is_here=is_here)
+                model.name_or_path = name
+                if model.can_generate():
+                    model.generation_config = generation_config_of(name, is_here=is_here) or model.generation_config
+            tokenizer = load_tokenizer(place, model, where)
         return Policy(model=model, tokenizer=tokenizer, weights=files or weights)
 
     def outline(self, *, setting: str = "model") -> PreTrainedModel:
         """Return the model without content, on the meta device, from its config. Raises ConfigError as `load`."""
         with torch.device("meta"):
-            model = self._empty(setting)
+            model = self._new(setting)
         freeze_towers(model)
         if self.adapter is not None:
             self.adapter.put_on(model, seed=self.seed)
         return model
 
-    def _empty(self, setting: str) -> PreTrainedModel:
-        """Return the model of the config, made in a context in which there is no content."""
+    def _new(self, setting: str) -> PreTrainedModel:
+        """Return a new model of the config; it has no content where the context says so."""
         with torch.device("cpu"):
-            if self.init is not None:
-                config = self._built_config(self.init, self._made_tokenizer(), setting)
-            else:
-                config = self._config(str(self.path), f"{setting}.path={self.path!r}", setting)
+            config = self._config(setting) if self.init is None else self._built_config(self.init, setting)
         with naming(f"{setting}: cannot be made as a causal language model"):
             model: PreTrainedModel = auto_class(config).from_config(config, dtype=DTYPES[self.dtype])
         return model
 
-    def _config(self, path: str, where: str, setting: str) -> PretrainedConfig:
-        with naming(f"{where}: its config cannot be read"):
+    def _config(self, setting: str) -> PretrainedConfig:
+        where = f"{setting}.path={self.path!r}"
+        with naming(f"{where}: its config cannot be read"), self._place(setting) as place:
             if self._is_gguf:
-                return gguf.load_config(Path(path).expanduser(), where)
-            name, is_here = self._place(path, where, setting)
-            config: PretrainedConfig = AutoConfig.from_pretrained(
-                name, local_files_only=is_here, trust_remote_code=False
-            )
+                gguf.read_header(Path(str(self.path)).expanduser(), where)
+            config: PretrainedConfig = AutoConfig.from_pretrained(**place, trust_remote_code=False)
             return config
 
-    def _read(self, path: str, setting: str) -> Policy:
-        where = f"{setting}.path={path!r}"
-        if self._is_gguf:
-            return self._read_gguf(Path(path).expanduser(), where)
-        name, is_here = self._place(path, where, setting)
-        with naming(f"{where}: cannot be loaded as a causal language model"):
-            source = {"pretrained_model_name_or_path": name, "dtype": DTYPES[self.dtype], "local_files_only": is_here}
-            model = read_model(auto_class(self._config(path, where, setting)), where, **source)
-            processor_files(model, is_here=is_here)
-        return Policy(model=model, tokenizer=load_tokenizer(name, model, where, is_here=is_here))
+    def _read(self, setting: str) -> Policy:
+        where, path, dtype = f"{setting}.path={self.path!r}", Path(str(self.path)).expanduser(), DTYPES[self.dtype]
+        header = gguf.read_header(path, where) if self._is_gguf else None
+        with self._place(setting) as place:
+            with naming(f"{where}: cannot be loaded as a causal language model"):
+                if header is not None:
+                    model = gguf.load_model(place, dtype, header=header, where=where)
+                else:
+                    model = read_model(auto_class(self._config(setting)), where, **place, dtype=dtype)
+                    processor_files(model, is_here=place["local_files_only"])
+            tokenizer = load_tokenizer(place, model, where)
+        if header is not None:
+            model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = str(path)
+        return Policy(model=model, tokenizer=tokenizer)
 
-    @staticmethod
-    def _place(path: str, where: str, setting: str) -> tuple[str, bool]:
-        """Return transformers' name for the directory or the hub's model, and whether only the disk may be read."""
-        check_place(path, where)
+    @contextmanager
+    def _place(self, setting: str) -> Iterator[dict[str, Any]]:
+        """Context with transformers' arguments for a directory, hub's model or GGUF file.
+
+        They say whether only the disk may be read.
+        """
+        path = str(self.path)
         folder = Path(path).expanduser()
+        if self._is_gguf:
+            with gguf.alone(folder) as place:
+                yield place
+            return
+        check_place(path, f"{setting}.path={path!r}")
         name = str(folder) if folder.exists() else path
-        return name, not folder.exists() and not look_up(path, f"{setting}.path", kind="model")
-
-    def _read_gguf(self, path: Path, where: str) -> Policy:
-        header = gguf.read_header(path, where)
-        with naming(f"{where}: cannot be loaded as a causal language model"):
-            model = gguf.load_model(path, DTYPES[self.dtype], header=header, where=where)
-        with naming(f"{where}: cannot be loaded: its tokenizer"):
-            tokenizer = gguf.load_tokenizer(path)
-        check_tokenizer(tokenizer, model, where)
-        return Policy(model=model, tokenizer=tokenizer)
-
-    def _build(self, init: Mapping[str, Any], setting: str) -> Policy:
-        tokenizer = self._made_tokenizer()
-        config = self._built_config(init, tokenizer, setting)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model = auto_class(config).from_config(config, dtype=DTYPES[self.dtype])
-        return Policy(model=model, tokenizer=tokenizer)
+        is_here = not folder.exists() and not look_up(path, f"{setting}.path", kind="model")
+        yield {"pretrained_model_name_or_path": name, "local_files_only": is_here}
 
     def _made_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return one that has a token for each row of the model."""
         size = (self.init or {}).get("vocab_size")
         return character_tokenizer(self.characters, size=size if isinstance(size, int) else 0)
 
-    @staticmethod
-    def _built_config(init: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, setting: str) -> PretrainedConfig:
+    def _built_config(self, init: Mapping[str, Any], setting: str) -> PretrainedConfig:
+        tokenizer = self._made_tokenizer()
         special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         try:
             config: PretrainedConfig = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **init})

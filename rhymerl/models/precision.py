@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rhymerl.models.sharding import is_sharded
 
@@ -22,7 +22,8 @@ def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    with ExitStack() as stack, torch.autocast(_device_type(model), enabled=False):
+    device = next((each.device.type for each in model.parameters()), "cpu")
+    with ExitStack() as stack, torch.autocast(device, enabled=False):
         stack.callback(torch.set_float32_matmul_precision, precision)
         if not any(map(is_sharded, model.modules())):  # a decoder is sharded by its layers
             for module, parts in _layers_of(model):
@@ -42,7 +43,8 @@ def _layers_of(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]
 
 def _convert_while_it_runs(module: nn.Module, parts: list[nn.Module], dtype: torch.dtype, stack: ExitStack) -> None:
     tensors: list[dict[str, Any]] = [kept for part in parts for kept in (part._parameters, part._buffers)]
-    own = [(kept, name, each) for kept in tensors for name, each in kept.items() if _has_fewer_bits(each, dtype)]
+    there = [(kept, name, each) for kept in tensors for name, each in kept.items() if each is not None]
+    own = [each for each in there if each[2].is_floating_point() and each[2].dtype.itemsize < dtype.itemsize]
     if not own:
         return
 
@@ -57,11 +59,3 @@ def _convert_while_it_runs(module: nn.Module, parts: list[nn.Module], dtype: tor
     stack.callback(module.register_forward_pre_hook(widen, prepend=True).remove)
     stack.callback(module.register_forward_hook(restore, always_call=True).remove)
     stack.callback(restore)  # an exception may come before the hook does
-
-
-def _has_fewer_bits(tensor: Tensor | None, dtype: torch.dtype) -> bool:
-    return tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
-
-
-def _device_type(model: nn.Module) -> str:
-    return next((each.device.type for each in model.parameters()), "cpu")

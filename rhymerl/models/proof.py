@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -169,7 +168,7 @@ def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
     largest = max(float(call(model, head, states).abs().max()), 1e-6)
     at_cap = [transform.cap / largest] if transform.cap is not None else []
     for factor in (1.0, *at_cap, max(1.0, _LARGE / largest)):
-        with _scaled_input(head, factor):
+        with head.register_forward_pre_hook(lambda _, inputs, by=factor: (by * inputs[0], *inputs[1:])):
             logits = model(input_ids=ids, use_cache=False).logits
         expected = transform(call(model, head, factor * states))
         if _differ(logits[..., : transform.num_tokens], expected):
@@ -177,15 +176,6 @@ def _check_head(model: PreTrainedModel, ids: Tensor, states: Tensor) -> None:
                 f"{named(model)}: its logits are more than its output embeddings times its hidden states, which the update does not "
                 "support (scaled or soft-capped by no setting that is known?)"
             )
-
-
-@contextmanager
-def _scaled_input(head: nn.Module, factor: float) -> Iterator[None]:
-    handle = head.register_forward_pre_hook(lambda module, inputs: (factor * inputs[0], *inputs[1:]))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:

@@ -7,7 +7,6 @@ its gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -165,13 +164,11 @@ class GatheredTensors:
         self._block_bytes = block_bytes
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        pending: _Block | None = None
-        for block in self._blocks():
-            if pending is not None:
-                yield from pending.finish()
-            pending = block
-        if pending is not None:
-            yield from pending.finish()
+        pending: _Finish = iter(())
+        for begun in self._begun():
+            yield from pending
+            pending = begun
+        yield from pending
 
     def everywhere(self) -> Iterator[tuple[str, Tensor]]:
         """Yield them whole on every rank and on its device, one after another; all ranks do."""
@@ -183,15 +180,15 @@ class GatheredTensors:
         for _ in self:
             pass
 
-    def _blocks(self) -> Iterator[_Block]:
-        """Yield what has begun to be gathered."""
+    def _begun(self) -> Iterator[_Finish]:
+        """Yield how to finish each block that has begun to be gathered."""
         for name, tensor in self._named:
             if not isinstance(tensor, DTensor):
-                yield _Block(name=name, whole=tensor)
+                yield iter([(name, tensor)])
             elif 0 in dist.get_process_group_ranks(_group(tensor)):  # other groups have replicas
                 yield from self._blocks_of(name, tensor)
 
-    def _blocks_of(self, name: str, tensor: DTensor) -> Iterator[_Block]:
+    def _blocks_of(self, name: str, tensor: DTensor) -> Iterator[_Finish]:
         assert tensor.placements[-1].is_shard(0), "fully_shard divides the first dimension"
         ranks = tensor.device_mesh.size(-1)
         share = -(-len(tensor) // ranks) * tensor.shape[1:].numel()
@@ -207,42 +204,23 @@ class GatheredTensors:
             parts = [torch.empty_like(mine) for _ in range(ranks)] if is_mine else None
             # On CPUs there is nothing to hide it behind: gloo's threads would take the cores that the copies need.
             work = dist.gather(mine, parts, dst=0, group=_group(tensor), async_op=mine.is_cuda)
-            yield _Block(
-                name=name,
-                whole=whole,
-                share=share,
-                start=start,
-                mine=mine,
-                parts=parts or [],
-                work=work,
-                is_last=stop == share,
-            )
+            places = [] if whole is None else [each[start:stop] for each in whole.view(-1).split(share)]
+            found = [(name, whole)] if whole is not None and stop == share else []
+            yield _finish(work, mine, list(zip(places, parts or [], strict=False)), found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
-    """Elements of a tensor on their way: `start` and following of each rank's `share`."""
+_Finish = Iterator[tuple[str, Tensor]]  # waits for a block; yields the whole tensor after its last one, on rank 0
 
-    name: str
-    whole: Tensor | None  # on rank 0
-    share: int = 0
-    start: int = 0
-    mine: Tensor | None = None  # while it is sent
-    parts: Sequence[Tensor] = ()
-    work: dist.Work | None = None
-    is_last: bool = True
 
-    def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Wait for them; yields the whole tensor with its last ones, on rank 0."""
-        if self.work is not None:
-            self.work.wait()
-        for rank, part in enumerate(self.parts):
-            assert self.whole is not None
-            share = self.whole.view(-1)[rank * self.share : (rank + 1) * self.share]
-            place = share[self.start : self.start + len(part)]
-            place.copy_(part[: len(place)])
-        if self.is_last and self.whole is not None:
-            yield self.name, self.whole
+def _finish(
+    work: dist.Work | None, sent: Tensor, parts: Sequence[tuple[Tensor, Tensor]], found: Sequence[tuple[str, Tensor]]
+) -> _Finish:
+    """Wait for parts, each with its place in the tensor, which may be shorter; `sent` is held until they are there."""
+    if work is not None:
+        work.wait()
+    for place, part in parts:
+        place.copy_(part[: len(place)])
+    yield from found
 
 
 def _group(tensor: DTensor) -> dist.ProcessGroup:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, at_positions, attend_by_scores, last_seen
+from rhymerl.models.attention import FULL, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.padding import best_starts
 from rhymerl.models.recurrent import BEHIND_PROMPTS, TokenPaths, at, plug_in
 from rhymerl.types import IndexArray, IntArray
@@ -69,12 +69,12 @@ class RunBucket:
         ]
         return (found[0] if len(found) == 1 else torch.cat(found, 1)).flatten(0, 1)
 
-    def mask(self, like: Tensor, window: int | ChunkedWindow | None, queries: int, keys: slice) -> Tensor:
+    def mask(self, like: Tensor, window: int | None, queries: int, keys: slice) -> Tensor:
         """Return 0 where visible and -inf elsewhere, of a block's keys, in the dtype of the first layer.
 
         It is made once a pass and window. Of chunks, where they begin depends on the block.
         """
-        if isinstance(window, ChunkedWindow):
+        if window is not None and window < 0:
             return _additive(last_seen(self.visible[:, :, :queries, keys], window), like)
         if window not in self._masks:
             visible = self.visible if window is None else last_seen(self.visible, window)
@@ -88,7 +88,6 @@ class SharedLayout:
 
     input_ids: Tensor  # [1, L]
     position_ids: Tensor  # [1, L]
-    num_prompts: int
     buckets: Sequence[RunBucket]
     sizes: Sequence[int]  # tokens of all prompts and of each bucket
     paths: TokenPaths
@@ -108,12 +107,11 @@ class SharedLayout:
     ) -> Tensor:
         """Prompts of full attention need no mask; others are runs before which there is nothing."""
         if layer is FULL:
-            q, k, v = (_in_rows(each[: self.sizes[0]], self.num_prompts) for each in (query, keys, values))
+            q, k, v = (_in_rows(each[: self.sizes[0]], len(self.paths.lengths)) for each in (query, keys, values))
             return _attend(q, k, v, scale, FULL, mask=None).flatten(0, 1)
         if self._prompts is None:
-            width = self.sizes[0] // self.num_prompts
-            nothing = [np.empty(0, np.int64)] * self.num_prompts
-            self._prompts = _bucket(nothing, width * np.arange(self.num_prompts), width, query.device)
+            nothing = [np.empty(0, np.int64)] * len(self.paths.lengths)
+            self._prompts = _bucket(nothing, self.paths.own[0], query.device)
         return self._prompts.attend(query, keys, values, scale, layer)
 
 
@@ -205,37 +203,32 @@ def place_runs(prompts: Sequence[IntArray], answers: Sequence[IntArray], device:
     widest = max(map(len, distinct))
     before = np.array([len(distinct[run.prompt]) + run.num_shared for run in runs])
     ids, positions = [padded(distinct, widest)], [np.tile(np.arange(widest), len(distinct))]
-    sizes, starts, together = [len(distinct) * widest], np.zeros(len(runs), np.int64), _bucketed(runs)
+    own = [np.arange(len(distinct) * widest).reshape(len(distinct), widest)]
+    starts, together = np.zeros(len(runs), np.int64), _bucketed(runs)
     for chosen in together:
         width = len(runs[chosen[0]].tokens)
-        starts[chosen] = sum(sizes) + width * np.arange(len(chosen))
+        own.append(own[-1].max() + 1 + np.arange(len(chosen) * width).reshape(len(chosen), width))
+        starts[chosen] = own[-1][:, 0]
         ids.append(padded([runs[i].tokens for i in chosen], width))
-        first, own = _first_position(before[chosen])[:, None], [[len(runs[i].tokens)] for i in chosen]
+        first, lengths = before[chosen][:, None], [[len(runs[i].tokens)] for i in chosen]
         # Padding stays within the context, and within what a rope that changes with the longest position takes for
         # short.
-        positions.append((first + np.minimum(np.arange(width), np.array(own) - 1)).ravel())
-        sizes.append(len(chosen) * width)
+        positions.append((first + np.minimum(np.arange(width), np.array(lengths) - 1)).ravel())
     lines = _lines(runs, starts, distinct, widest)
     flat = np.concatenate(ids)
     flat_ids, flat_positions = (
         torch.from_numpy(each)[None].to(device) for each in (flat[:, 0].copy(), np.concatenate(positions))
     )
     lines_before = [[lines[i][: before[i]] for i in each] for each in together]
-    widths = [widest, *(len(runs[each[0]].tokens) for each in together)]
-    firsts = [widest * np.arange(len(distinct)), *(starts[each] for each in together)]
     layout = SharedLayout(
         input_ids=flat_ids,
         position_ids=flat_positions,
-        num_prompts=len(distinct),
-        buckets=[
-            _bucket(each, first, width, device)
-            for each, first, width in zip(lines_before, firsts[1:], widths[1:], strict=True)
-        ],
-        sizes=sizes,
+        buckets=[_bucket(*each, device) for each in zip(lines_before, own[1:], strict=True)],
+        sizes=[each.size for each in own],
         paths=TokenPaths(
             lengths=np.array([len(each) for each in distinct]),
             before=lines_before,
-            own=[first[:, None] + np.arange(width) for first, width in zip(firsts, widths, strict=True)],
+            own=own,
             device=device,
         ),
     )
@@ -274,11 +267,6 @@ def _lines(runs: Sequence[_Run], starts: IndexArray, distinct: Sequence[IntArray
     return lines
 
 
-def _first_position(num_before: IndexArray) -> IndexArray:
-    """Return the position of a run's first token, before which so many of its prompt and its answer are."""
-    return num_before
-
-
 def _bucketed(runs: Sequence[_Run]) -> list[list[int]]:
     """Return indices of runs of similar length, the longest first; a long run is alone, empty ones are in none."""
     lengths = [len(run.tokens) for run in runs]
@@ -299,17 +287,17 @@ def padded(rows: Sequence[npt.NDArray[np.signedinteger[Any]]], width: int) -> In
     return ids.reshape(len(rows) * width, numbers)
 
 
-def _bucket(before: Sequence[IndexArray], starts: IndexArray, width: int, device: torch.device | str) -> RunBucket:
-    """Return a bucket of runs with the flat indices of the tokens `before` each, and that of its first own."""
-    lengths = [len(each) for each in before]
+def _bucket(before: Sequence[IndexArray], own: IndexArray, device: torch.device | str) -> RunBucket:
+    """Return a bucket of B runs by flat indices: of the tokens `before` each, and of its own, [B, T]."""
+    lengths, width = [len(each) for each in before], own.shape[1]
     widest = max(lengths)
-    read = np.concatenate([padded(before, widest).reshape(len(before), widest), starts[:, None] + np.arange(width)], 1)
+    read = np.concatenate([padded(before, widest).reshape(len(before), widest), own], 1)
     seen = torch.tensor(lengths[:1] if min(lengths) == widest else lengths, device=device)
     of_others = torch.arange(widest, device=device) < seen[:, None, None, None]
     block = min(width, _BLOCK)
     earlier = (width - 1) // block * block
-    own = torch.ones(block, earlier + block, dtype=torch.bool, device=device).tril(earlier)
-    visible = torch.cat([of_others.expand(-1, 1, block, -1), own.expand(len(seen), 1, -1, -1)], 3)
+    of_own = torch.ones(block, earlier + block, dtype=torch.bool, device=device).tril(earlier)
+    visible = torch.cat([of_others.expand(-1, 1, block, -1), of_own.expand(len(seen), 1, -1, -1)], 3)
     return RunBucket(read=torch.from_numpy(read).to(device), visible=visible, width=width)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -13,12 +14,10 @@ from rhymerl.models.logits import num_embeddings
 PAD, END = "<pad>", "<end>"
 
 
-def load_tokenizer(name: str, model: PreTrainedModel, where: str, *, is_here: bool) -> PreTrainedTokenizerBase:
-    """Read a model's tokenizer, from disk only if it `is_here`. Raises ConfigError that begins with `where`."""
+def load_tokenizer(place: Mapping[str, Any], model: PreTrainedModel, where: str) -> PreTrainedTokenizerBase:
+    """Read a model's tokenizer at transformers' `place`. Raises ConfigError that begins with `where`."""
     with naming(f"{where}: cannot be loaded: its tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, local_files_only=is_here, trust_remote_code=False
-        )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
     check_tokenizer(tokenizer, model, where)
     return tokenizer
 

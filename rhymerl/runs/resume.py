@@ -86,11 +86,11 @@ def resume_point(config: DictConfig) -> ResumePoint | None:
 
 def _newest(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
     """Return the newest whole checkpoint, and what is wrong with those that are newer."""
-    newest = newest_whole(run_dir / "checkpoints")
-    notes = tuple(f"{path} is damaged: {reason}" for path, reason in newest.damaged.items())
-    if newest.path is None and notes:
+    path, damaged = newest_whole(run_dir / "checkpoints")
+    notes = tuple(f"{each} is damaged: {reason}" for each, reason in damaged.items())
+    if path is None and notes:
         raise ConfigError(f"ckpt_path='auto': no checkpoint of run_dir={str(run_dir)!r} is whole ({'; '.join(notes)})")
-    return newest.path, notes
+    return path, notes
 
 
 def checkpoint_path(setting: str | None, run_dir: Path) -> Path | None:

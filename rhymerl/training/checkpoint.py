@@ -8,7 +8,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from rhymerl.errors import ConfigError
 from rhymerl.training import shards
 
-FORMAT = 4  # of what a RhymeModule keeps in a checkpoint
+FORMAT = 5  # of what a RhymeModule keeps in a checkpoint
 
 _END = struct.Struct("<4s16xH")  # of a zip file: its signature and the length of the comment behind it
 _END_SIGNATURE = b"PK\5\6"
@@ -57,19 +56,14 @@ def damage(path: Path) -> str | None:
                 return f"the checksum of its record {wrong!r} differs"
             if reason := _damage_between(file, archive):
                 return reason
-        return _damage_of_shards(path)
+        if not shards.has_shards(path.resolve().parent):
+            return None
+        checkpoint = _load(path)
+        return shards.damage_of(checkpoint, path) if shards.KEY in checkpoint else None
     except OSError as error:
         return error.strerror or str(error)
     except (*_BROKEN_ZIP, *_BROKEN_NUMBER) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _damage_of_shards(path: Path) -> str | None:
-    """Return what is wrong with the parts of a whole file, if it is one of a checkpoint in parts."""
-    if not shards.has_shards(path.resolve().parent):
-        return None
-    checkpoint = _load(path)
-    return shards.damage_of(checkpoint, path) if shards.KEY in checkpoint else None
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -109,7 +103,7 @@ def unreadable(where: str, reason: str) -> ConfigError:
 
 
 def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = False) -> dict[str, Any]:
-    """Return a whole checkpoint of ours, its tensors left on the disk; of one in parts the weights' names and shapes.
+    """Return a whole checkpoint of ours, its tensors left on the disk; of one in parts names and shapes.
 
     Raises ConfigError for any other file; of one that is damaged it says which older one beside it is whole. Its
     checksums are looked at unless that has been done (`is_whole`).
@@ -125,7 +119,7 @@ def read_checkpoint(path: Path, *, setting: str = "ckpt_path", is_whole: bool = 
         raise ConfigError(f"{where}: not a checkpoint of rhymerl")
     checkpoint["rhymerl"] = of_this_format(checkpoint["rhymerl"], where)
     if shards.KEY in checkpoint:
-        return shards.weights_described(checkpoint, shards.folder_of(checkpoint, path, where))
+        shards.folder_of(checkpoint, path, where)
     return checkpoint
 
 
@@ -138,13 +132,12 @@ def policy_outline(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def policy_reader(path: Path, checkpoint: Mapping[str, Any]) -> Callable[[Sequence[str]], dict[str, Tensor]]:
+def policy_reader(path: Path, checkpoint: dict[str, Any]) -> Callable[[Sequence[str]], dict[str, Tensor]]:
     """Return a function that reads policy weights by name; `path`, read as `checkpoint`, may be removed then."""
+    if shards.KEY in checkpoint:
+        return shards.StoredWeights(checkpoint, shards.folder_of(checkpoint, path, str(path)), prefix="model.").read
     weights = policy_outline(checkpoint)
-    if not any(each.is_meta for each in weights.values()):
-        return lambda names: {name: weights[name] for name in names}
-    found = _load(path)
-    return shards.StoredWeights(found, shards.folder_of(found, path, str(path)), prefix="model.").read
+    return lambda names: {name: weights[name] for name in names}
 
 
 def state_in(checkpoint: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -168,25 +161,20 @@ def of_this_format(state: dict[str, Any], where: str) -> dict[str, Any]:
     return state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Newest:
-    """The newest whole checkpoint of a directory, None when there is none, and why newer ones were passed over."""
+def newest_whole(directory: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Return the newest whole checkpoint, None when there is none, and why newer ones were passed over.
 
-    path: Path | None
-    damaged: dict[Path, str]
-
-
-def newest_whole(directory: Path) -> Newest:
-    """Looks at the checksums of one file after another, from the newest on, until one is whole."""
+    Looks at the checksums of one file after another, from the newest on.
+    """
     damaged: dict[Path, str] = {}
     for path in newest_first(directory):
         reason = damage(path)
         if reason is None:
-            return Newest(path=path, damaged=damaged)
+            return path, damaged
         if not path.exists():  # its run goes on, and has removed it meanwhile
             return newest_whole(directory)
         damaged[path] = reason
-    return Newest(path=None, damaged=damaged)
+    return None, damaged
 
 
 def newest_first(directory: Path) -> list[Path]:

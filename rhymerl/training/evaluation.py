@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from rhymerl.rewards.hooks import Extract
 from rhymerl.rewards.resolve import find
 from rhymerl.rollout import Rollout, RolloutSettings
 from rhymerl.rollout.results import by_prompt
-from rhymerl.training.state import Learner, Snapshot
+from rhymerl.training.state import Learner
 from rhymerl.types import Sample
 
 _OF_A_SET = ("samples", "temperature", "max_tokens")
@@ -145,15 +146,20 @@ def evaluation_metrics(
     reward = float(np.mean(rewards))
     length = float(np.mean([sample.num_sampled for sample in samples]))
     clipped = float(np.mean([sample.completion.output.is_cut for sample in samples]))
+    powers = sorted({2**power for power in range(most.bit_length())} | {most}) if judged else []
     passes = {
         f"eval/{task}/pass@{k}": float(np.mean([pass_at_k(len(group), sum(group), k) for group in right]))
-        for k in (_powers_up_to(most) if judged else ())
+        for k in powers
     }
+    votes = list[float]()
+    if extract is not None and most > 1:
+        answers = [[_extracted(extract, sample.text) for sample in group] for group in judged]
+        votes = list(map(majority, answers, right))
     return {
         "eval/reward": reward,
         f"eval/{task}/mean@{most}": reward,
         **passes,
-        **(_majorities(task, most, judged, right, extract) if extract and judged and most > 1 else {}),
+        **({f"eval/{task}/maj@{most}": float(np.mean(votes))} if votes else {}),
         f"eval/{task}/mean_length": length,
         f"eval/{task}/clipped_ratio": clipped,
         "eval/mean_length": length,
@@ -161,28 +167,12 @@ def evaluation_metrics(
     }
 
 
-def _majorities(
-    task: str, k: int, groups: Sequence[Sequence[Sample]], right: Sequence[Sequence[bool]], extract: Extract
-) -> dict[str, float]:
-    found = [
-        majority([_extracted(extract, sample.text) for sample in group], each)
-        for group, each in zip(groups, right, strict=True)
-    ]
-    return {f"eval/{task}/maj@{k}": float(np.mean(found))}
-
-
 def _extracted(extract: Extract, text: str) -> object:
-    found: list[object] = []
     with Attempt():
         answer = extract(text)
         hash(answer)  # votes are counted
-        found.append(answer)
-    return found[0] if found else None
-
-
-def _powers_up_to(most: int) -> list[int]:
-    """1, 2, 4 … and `most`."""
-    return sorted({2**power for power in range(most.bit_length())} | {most})
+        return answer
+    return None
 
 
 def _is_judged(sample: Sample, name: str | None) -> bool:
@@ -222,7 +212,7 @@ class Evaluator:
         self.answered: dict[str, list[Sample]] = {}  # in the one under way, by data set
         self._settings = settings
         self._learners = learners
-        self._snapshot: Snapshot | None = None
+        self._states: list[dict[str, Any]] = []  # of the learners, while one is under way
         self._failures = Failures()  # of the rewards
 
     def is_due(self, step: int) -> bool:
@@ -231,7 +221,7 @@ class Evaluator:
         return bool(every and step) and step % every == 0 and self.done_at != step
 
     def begin(self) -> None:
-        self._snapshot = Snapshot(*self._learners)
+        self._states = [copy.deepcopy(part.state_dict()) for part in self._learners]
         self.answered, self._failures = {}, Failures()
 
     def add(self, name: str, result: Rollout) -> None:
@@ -246,9 +236,9 @@ class Evaluator:
             found = self.metrics = self._settings.metrics(self.answered, rewards)
             self.num_done, self.done_at = self.num_done + 1, step
         self.answered = {}
-        if self._snapshot is not None:
-            self._snapshot.restore()
-        self._snapshot = None
+        for part, state in zip(self._learners, self._states, strict=False):
+            part.load_state_dict(state)
+        self._states = []
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from rhymerl.errors import ConfigError, require_at_least
-from rhymerl.models.deferred import Filler
+from rhymerl.models.deferred import DeferredWeights, Filler
 from rhymerl.models.fingerprint import fingerprint
 from rhymerl.models.sharding import is_sharded, replicate, shard
 from rhymerl.training import shards
@@ -85,35 +85,32 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "part; expected algo.over=sampled, or another strategy"
             )
         reference = module.reference if module.reference is not policy else None
-        body = critic.body if critic is not None else None
-        models = list(filter(None, (policy, reference, body)))
-        is_teacher = module.teacher.path is not None  # whose weights are there
-        late = [each for each in (module.policy, critic) if each is not None and each.weights is not None]
-        if module.policy not in late:
+        first, is_teacher = module.policy.weights, module.teacher.path is not None  # whose weights are there
+        sources: list[tuple[PreTrainedModel, DeferredWeights | None, str]] = [(policy, first, "")]
+        if reference is not None:
+            sources.append((reference, None if is_teacher else first, ""))
+        if critic is not None and critic.body is not None:
+            sources.append((critic.body, critic.weights, critic.prefix))
+        late = [weights for _, weights, _ in sources if weights is not None]
+        if first is None:
             self._check_equal(fingerprint(policy if late else module))
         fillers = [
-            None if each is reference and is_teacher else self._filler(each, critic if each is body else module.policy)
-            for each in models
+            Filler(model, weights, self.root_device, prefix=prefix) if weights is not None else None
+            for model, weights, prefix in sources
         ]
         self.precision_plugin.convert_module(module)
         if reference is not None:  # which is no part of the module that has just been cast
             nn.Module.to(reference, policy.dtype)
         compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else None
-        for model, filler in zip(models, fillers, strict=True):
+        for (model, *_), filler in zip(sources, fillers, strict=True):
             shard(model, self.device_mesh, compute_dtype=compute_dtype, fill=filler)
-        for source in late:
-            source.weights.close()
-        if (first := fillers[0]) is not None:
-            module.base_fingerprint = first.fingerprint()
+        for weights in late:
+            weights.close()
+        if fillers[0] is not None:
+            module.base_fingerprint = fillers[0].fingerprint()
             self._check_equal(module.base_fingerprint)
         if critic is not None:
             replicate(critic.head, self.device_mesh)
-
-    def _filler(self, model: PreTrainedModel, source: Any) -> Filler | None:
-        """Return what gives a model its weights, which a Policy or a Critic has; None where they are there."""
-        if source.weights is None:
-            return None
-        return Filler(model, source.weights, self.root_device, prefix=getattr(source, "prefix", ""))
 
     def _check_equal(self, mine: str) -> None:
         if not self.reduce_boolean_decision(self.broadcast(mine) == mine, all=True):
@@ -129,14 +126,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.state_dict(keep_vars=True)  # the parameters themselves tell which are tied
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return Strategy.optimizer_state(self, optimizer)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        Strategy.load_model_state_dict(self, checkpoint, strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        Strategy.load_optimizer_state_dict(self, checkpoint)
+    optimizer_state = Strategy.optimizer_state
+    load_model_state_dict = Strategy.load_model_state_dict
+    load_optimizer_state_dict = Strategy.load_optimizer_state_dict
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -173,10 +165,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         assert self.lightning_module is not None
         weights = self.lightning_module.state_dict()
-        if shards.KEY not in checkpoint:
-            return shards.take_parts(checkpoint, weights, self.optimizers)
-        folder = shards.folder_of(checkpoint, path, f"ckpt_path={str(path)!r}")
-        return shards.read_parts(checkpoint, folder, weights, self.optimizers)
+        is_in_parts = shards.KEY in checkpoint
+        folder = shards.folder_of(checkpoint, path, f"ckpt_path={str(path)!r}") if is_in_parts else None
+        return shards.take_parts(checkpoint, folder, weights, self.optimizers)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         super().remove_checkpoint(filepath)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from rhymerl.algos.base import Algorithm
-from rhymerl.backends.base import Backend
-from rhymerl.budgets.base import Budget
 from rhymerl.data import PromptDataModule
-from rhymerl.drafters.base import Drafter
 from rhymerl.errors import ConfigError
 from rhymerl.memory.base import GIB, Layout, Setup
 from rhymerl.memory.fitting import advice, missing_bytes, nearest
 from rhymerl.memory.outline import model_shape, outline
 from rhymerl.memory.parts import rank_memory
-from rhymerl.models.critic import Critic
 from rhymerl.models.logprobs import default_chunk_tokens
-from rhymerl.rollout import RolloutSettings
 from rhymerl.training.checks import longest_tokens
-from rhymerl.training.evaluation import EvaluationSettings
 from rhymerl.training.fsdp2 import FSDP2Strategy
 from rhymerl.training.offload import HOST
 from rhymerl.training.settings import UpdateSettings
@@ -30,22 +22,7 @@ _MIXED = "-mixed"
 _ITEMSIZES = {"bf16-true": 2, "64-true": 8}  # of weights, by the precisions that cast them
 
 
-class Trained(Protocol):
-    """The parts of a RhymeModule that decide what its ranks hold."""
-
-    model: PreTrainedModel
-    reference: PreTrainedModel | None
-    critic: Critic | None
-    algo: Algorithm
-    rollout: RolloutSettings
-    update: UpdateSettings
-    evaluation: EvaluationSettings
-    drafter: Drafter
-    budget: Budget
-    backend: Backend
-
-
-def setup_of(module: Trained, trainer: Any, datamodule: PromptDataModule) -> Setup:
+def setup_of(module: Any, trainer: Any, datamodule: PromptDataModule) -> Setup:
     """Return what the memory of the ranks of a Trainer follows from, once the data has been prepared."""
     longest = longest_tokens(datamodule, rollout=module.rollout, evaluation=module.evaluation)
     loader, update = datamodule.train_loader, module.update
@@ -69,7 +46,7 @@ def _layout(trainer: Any) -> Layout:
 
 
 def make_setup(
-    run: Trained,
+    run: Any,
     *,
     layout: Layout,
     precision: str,
@@ -78,13 +55,17 @@ def make_setup(
     chunk_tokens: int,
     offloads_optimizer: bool,
 ) -> Setup:
-    """Return what memory follows from; models may be on the meta device, and the reference may be the model itself."""
+    """Return what memory follows from, by a RhymeModule or what has its parts.
+
+    Models may be on the meta device, and the reference may be the model itself.
+    """
     model, critic, algo, update, backend = run.model, run.critic, run.algo, run.update, run.backend
     itemsize = _ITEMSIZES.get(precision, model.dtype.itemsize)
     is_mixed = precision.endswith(_MIXED)
     shape = model_shape(model, longest, itemsize=itemsize, compute_itemsize=min(2, itemsize) if is_mixed else itemsize)
     tensors = outline(model, reference=run.reference, critic=critic)
     has_body = critic is not None and critic.body is not None
+    asks = "proximal" in algo.needs or (update.optimizer_steps > 1 and "proximal_in_loss" in algo.needs)
     return Setup(
         tensors=tensors.cast(itemsize) if precision in _ITEMSIZES else tensors,
         model=shape,
@@ -99,7 +80,7 @@ def make_setup(
         chunk_tokens=chunk_tokens,
         activation_checkpointing=update.activation_checkpointing,
         offloads_optimizer=offloads_optimizer,
-        policy_forwards=_finds_proximal(algo, update, backend)
+        policy_forwards=(asks and not backend.draws_exactly)
         + ("reference" in algo.needs and not tensors.reference)
         + ("values" in algo.needs and not has_body),
         engine=backend.memory(shape, run.drafter, run.budget),
@@ -108,15 +89,10 @@ def make_setup(
     )
 
 
-def _finds_proximal(algo: Algorithm, update: UpdateSettings, backend: Backend) -> bool:
-    asks = "proximal" in algo.needs or (update.optimizer_steps > 1 and "proximal_in_loss" in algo.needs)
-    return asks and not backend.draws_exactly
-
-
 # -- whether it is enough ----------------------------------------------------------------------------------------------
 
 
-def check_memory(module: Trained, trainer: Any, datamodule: PromptDataModule) -> tuple[Setup, int | None]:
+def check_memory(module: Any, trainer: Any, datamodule: PromptDataModule) -> tuple[Setup, int | None]:
     """Return what the memory of the ranks follows from, and how much a rank's GPU has, None of any other device.
 
     Raises ConfigError where what exists at once in any case is more than the GPU has.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +18,14 @@ def offload(optimizer: Optimizer) -> None:
     A checkpoint's state goes there at once. Anything smaller than a parameter, such as the number of steps, stays on
     the device.
     """
-
-    def bring(each: Optimizer, *rest: Any) -> None:
-        _move(each, lambda parameter: parameter.device)
-
-    def take(each: Optimizer, *rest: Any) -> None:
-        _move(each, lambda parameter: HOST)
-
-    optimizer.register_step_pre_hook(bring)
-    optimizer.register_step_post_hook(take)
-    take(optimizer)
+    optimizer.register_step_pre_hook(partial(_move, None))
+    optimizer.register_step_post_hook(partial(_move, HOST))
+    _move(HOST, optimizer)
 
 
-def _move(optimizer: Optimizer, place_of: Callable[[Tensor], torch.device]) -> None:
+def _move(place: torch.device | None, optimizer: Optimizer, *rest: Any) -> None:
+    """Move an optimizer's state to a place; None: to each parameter's own."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = value.to(place_of(parameter))
+                state[name] = value.to(place or parameter.device)

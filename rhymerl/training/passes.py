@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rhymerl.distributed.base import Ranks
 from rhymerl.models.logprobs import TokenBatch, token_batch
-from rhymerl.training.batches import Pass, Unit, passes_of, units
+from rhymerl.training.batches import Unit, passes_of, units
 from rhymerl.types import Sample
 
 Work = Callable[[TokenBatch], Tensor]  # -> [B, T]
@@ -36,28 +36,7 @@ def over_samples(
     """
     dealt = balance_samples(samples, range(len(samples)), ranks.size, shares=shares)
     passes = passes_of(ranks.rank, samples, dealt, max_tokens, shares=shares, in_step=in_step)
-    lines = _lines(samples, passes, work, ranks=ranks, device=device, behind=behind, shares=shares)
-    gathered = ranks.gather(np.concatenate([lines[i] for i in dealt[ranks.rank]]) if lines else np.empty(0))
-    whole = np.zeros((len(samples), max(map(len, samples)) + behind))
-    for mine, flat in zip(dealt, gathered, strict=True):
-        ends = np.cumsum([len(samples[i]) + behind for i in mine], dtype=np.int64)
-        for i, line in zip(mine, np.split(flat, ends[:-1]), strict=bool(mine)):
-            whole[i, : len(line)] = line
-    return torch.from_numpy(whole)
-
-
-def _lines(
-    samples: Sequence[Sample],
-    passes: Sequence[Pass],
-    work: Work,
-    *,
-    ranks: Ranks,
-    device: torch.device | str,
-    behind: bool,
-    shares: bool,
-) -> dict[int, npt.NDArray[np.floating]]:
-    """Return the values of each sample by its index, without padding."""
-    lines: dict[int, npt.NDArray[np.floating]] = {}
+    lines: dict[int, npt.NDArray[np.floating]] = {}  # without padding
     with torch.no_grad():
         for each in passes:
             ranks.check()
@@ -66,7 +45,13 @@ def _lines(
             if not each.is_idle:
                 rows = zip(each.samples, found, strict=True)
                 lines.update({i: row[: len(samples[i]) + behind] for i, row in rows})
-    return lines
+    gathered = ranks.gather(np.concatenate([lines[i] for i in dealt[ranks.rank]]) if lines else np.empty(0))
+    whole = np.zeros((len(samples), max(map(len, samples)) + behind))
+    for mine, flat in zip(dealt, gathered, strict=True):
+        ends = np.cumsum([len(samples[i]) + behind for i in mine], dtype=np.int64)
+        for i, line in zip(mine, np.split(flat, ends[:-1]), strict=bool(mine)):
+            whole[i, : len(line)] = line
+    return torch.from_numpy(whole)
 
 
 def balance(num_tokens: Sequence[int], num_ranks: int) -> list[list[int]]:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from rhymerl.errors import ConfigError, RunError
 
@@ -32,44 +33,41 @@ _FILE_BYTES = 2**32  # of all ranks together; a rank holds its share of a file t
 _PART = "shard-"  # what the names of torch's files begin with; then comes the rank, from 1
 _READ_BYTES = 2**24
 _WEIGHTS, _STATES = "state_dict", "optimizer_states"
-_NAMES = "weight_names"  # each with the one of them under which its tensor is
 
 Checkpoint = dict[str, Any]
 
 
-# -- names of tensors -------------------------------------------------------------------------------------------------
+# -- tensors by name --------------------------------------------------------------------------------------------------
 
 
 def split(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """Return a checkpoint without weights' and optimizers' tensors, and these by name; tied ones have one name.
+    """Return a checkpoint whose tensors of weights and optimizers have no content, and these by name.
 
-    Which are tied is seen by the objects, which are parameters: a rank may have nothing of either.
+    Tied ones have one name. Which are tied is seen by the objects, which are parameters: a rank may have nothing of
+    either.
     """
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in checkpoint[_WEIGHTS].items()}
-    tensors = {f"{_WEIGHTS}/{name}": checkpoint[_WEIGHTS][name].detach() for name in dict.fromkeys(names.values())}
+    tensors = _tensors(checkpoint)
+    shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
+    return _with(checkpoint, shapes), {name: each.detach() for name, each in tensors.items()}
+
+
+def _tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the tensors of weights and optimizers; what is one object has its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, each in checkpoint[_WEIGHTS].items():
+        found.setdefault(id(each), (f"{_WEIGHTS}/{name}", each))
     for number, optimizer in enumerate(checkpoint.get(_STATES, [])):
         for index, values in optimizer["state"].items():
-            tensors |= {f"{_STATES}/{number}/{index}/{key}": value for key, value in values.items()}
-    states = [{**optimizer, "state": {}} for optimizer in checkpoint.get(_STATES, [])]
-    rest = {name: value for name, value in checkpoint.items() if name != _WEIGHTS}
-    return {**rest, _NAMES: names, **({_STATES: states} if _STATES in checkpoint else {})}, tensors
+            found |= {id(each): (f"{_STATES}/{number}/{index}/{key}", each) for key, each in values.items()}
+    return dict(found.values())
 
 
-def _join(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """Undo `split`."""
-    states = [{**optimizer, "state": {}} for optimizer in checkpoint.get(_STATES, [])]
-    weights: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition("/")
-        if kind == _WEIGHTS:
-            weights[rest] = tensor
-        else:
-            number, index, key = rest.split("/")
-            states[int(number)]["state"].setdefault(int(index), {})[key] = tensor
-    named = {name: weights[one] for name, one in checkpoint[_NAMES].items() if one in weights}
-    others = {name: value for name, value in checkpoint.items() if name not in (KEY, _NAMES)}
-    return {**others, _WEIGHTS: named, **({_STATES: states} if states else {})}
+def _with(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
+    """Return the checkpoint, no longer in parts, with these in the places of its `_tensors`."""
+    others = {id(each): tensors[name] for name, each in _tensors(checkpoint).items()}
+    parts = {name: checkpoint[name] for name in (_WEIGHTS, _STATES) if name in checkpoint}
+    changed = tree_map(lambda each: others.get(id(each), each), parts)
+    return {name: changed.get(name, value) for name, value in checkpoint.items() if name != KEY}
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -77,10 +75,8 @@ def _join(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
 
 def free_folder(path: Path) -> str:
     """Return the name of a new folder for the parts of the checkpoint at `path`, beside any earlier ones."""
-    number = 0
-    while (path.parent / f"{path.stem}.{number}{_SUFFIX}").exists():
-        number += 1
-    return f"{path.stem}.{number}{_SUFFIX}"
+    names = (f"{path.stem}.{number}{_SUFFIX}" for number in count())
+    return next(name for name in names if not (path.parent / name).exists())
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -98,13 +94,10 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of the file, from 1, for each tensor."""
-    numbers: dict[str, int] = {}
-    total = 0
-    for name, tensor in tensors.items():
-        total += tensor.numel() * tensor.itemsize
-        numbers[name] = 1 + total // _FILE_BYTES
-    present = {number: i for i, number in enumerate(sorted(set(numbers.values())), start=1)}
-    return {name: present[number] for name, number in numbers.items()}
+    totals = accumulate(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    numbers = [total // _FILE_BYTES for total in totals]
+    present = {number: i for i, number in enumerate(sorted(set(numbers)), start=1)}
+    return {name: present[number] for name, number in zip(tensors, numbers, strict=True)}
 
 
 def checksums(folder: Path, rank: int) -> dict[str, list[int]]:
@@ -174,43 +167,28 @@ def damage_of(checkpoint: Checkpoint, path: Path) -> str | None:
     return None
 
 
-def described(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors by name, without their content."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
-        for name, each in found.items()
-        if isinstance(each, TensorStorageMetadata)
-    }
-
-
-def weights_described(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """Return the checkpoint with its weights' names and shapes."""
-    return _join(checkpoint, {name: each for name, each in described(folder).items() if name.startswith(_WEIGHTS)})
-
-
 def read_whole(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """Return the checkpoint as one process would have written it."""
-    wanted = {name: torch.empty_like(each, device="cpu") for name, each in described(folder).items()}
+    wanted = {name: torch.empty_like(each, device="cpu") for name, each in _tensors(checkpoint).items()}
     _read(wanted, folder)
-    return _join(checkpoint, wanted)
+    return _with(checkpoint, wanted)
 
 
 class StoredWeights:
     """Checkpoint weights in parts, named without `prefix`; open files, which may be removed before they are read."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, *, prefix: str) -> None:
-        found = HuggingFaceStorageReader(str(folder)).read_metadata()
+        self._tensors = _tensors(checkpoint)
+        stored = {id(each): name for name, each in self._tensors.items()}
+        weights = checkpoint[_WEIGHTS].items()
         self._stored = {
-            name.removeprefix(prefix): f"{_WEIGHTS}/{one}"
-            for name, one in checkpoint[_NAMES].items()
-            if name.startswith(prefix)
+            name.removeprefix(prefix): stored[id(each)] for name, each in weights if name.startswith(prefix)
         }
-        self._described = found.state_dict_metadata
-        paths = {each.relative_path for each in found.storage_data.values()}
+        places = HuggingFaceStorageReader(str(folder)).read_metadata().storage_data
+        paths = {each.relative_path for each in places.values()}
         files = {path: safe_open(path, framework="pt") for path in paths}
         self._parts: dict[str, list[tuple[Sequence[int], Any]]] = {}
-        for index, each in found.storage_data.items():
+        for index, each in places.items():
             self._parts.setdefault(index.fqn, []).append((index.offset, files[each.relative_path]))
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -220,60 +198,49 @@ class StoredWeights:
         return {name: tensors[each] for name, each in stored.items()}
 
     def _whole(self, name: str) -> Tensor:
-        described = self._described[name]
-        assert isinstance(described, TensorStorageMetadata)
-        tensor = torch.empty(described.size, dtype=described.properties.dtype)
+        tensor = torch.empty_like(self._tensors[name], device="cpu")
         for offset, file in self._parts[name]:
             part = file.get_tensor(name)
             tensor[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
         return tensor
 
 
-def read_parts(
-    checkpoint: Checkpoint, folder: Path, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
+def take_parts(
+    checkpoint: Checkpoint, folder: Path | None, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
 ) -> Checkpoint:
-    """Return the checkpoint with this rank's part of each tensor, sharded like `weights` and the optimizers'."""
-    targets = dict(_targets(described(folder), weights, optimizers))
-    wanted = {
-        name: torch.empty_like(target, dtype=each.dtype)
-        if isinstance(target, DTensor)
-        else torch.empty_like(each, device="cpu")
-        for name, (each, target) in targets.items()
-    }
-    _read(wanted, folder)
-    return _join(checkpoint, wanted)
+    """Return the checkpoint with this rank's part of each tensor, sharded like `weights` and the optimizers'.
 
-
-def take_parts(checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> Checkpoint:
-    """Return a checkpoint of whole tensors as `read_parts` returns one in parts."""
-    rest, tensors = split(checkpoint)
-    parts = {
-        name: _part(each, target) if isinstance(target, DTensor) else each
-        for name, (each, target) in _targets(tensors, weights, optimizers)
-    }
-    return _join(rest, parts)
+    The tensors are in the parts of a `folder`; None: in the checkpoint. Without optimizers none of theirs is read.
+    """
+    checkpoint = checkpoint if optimizers else {**checkpoint, _STATES: []}
+    targets, tensors = _targets(checkpoint, weights, optimizers), _tensors(checkpoint)
+    with torch.no_grad():
+        parts = {
+            name: torch.empty_like(targets[id(each)], dtype=each.dtype)
+            if id(each) in targets
+            else torch.empty_like(each, device="cpu")
+            for name, each in tensors.items()
+        }
+        for name, part in parts.items() if folder is None else ():
+            whole = tensors[name]
+            if isinstance(part, DTensor):
+                whole = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+            part.copy_(whole)
+    if folder is not None:
+        _read(parts, folder)
+    return _with(checkpoint, parts)
 
 
 def _targets(
-    tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
-) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
-    """Yield each tensor with the one whose sharding it gets; a step's number is the same on all ranks."""
-    parameters: list[list[nn.Parameter]] = [
-        [each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers
-    ]
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition("/")
-        if kind == _WEIGHTS:
-            yield name, (tensor, weights.get(rest))
-        elif parameters:
-            number, index, key = rest.split("/")
-            yield name, (tensor, None if key == "step" else parameters[int(number)][int(index)])
-
-
-def _part(tensor: Tensor, target: DTensor) -> Tensor:
-    part = torch.empty_like(target, dtype=tensor.dtype)
-    part.copy_(distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None))
-    return part
+    checkpoint: Checkpoint, weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
+) -> dict[int, DTensor]:
+    """Return what each tensor is sharded like, by its id; a step's number is the same on all ranks."""
+    pairs = [(each, weights.get(name)) for name, each in checkpoint[_WEIGHTS].items()]
+    for optimizer, saved in zip(optimizers, checkpoint.get(_STATES, []), strict=False):
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for index, values in saved["state"].items():
+            pairs += [(each, parameters[index]) for key, each in values.items() if key != "step"]
+    return {id(each): target for each, target in pairs if isinstance(target, DTensor)}
 
 
 def _read(wanted: dict[str, Tensor], folder: Path) -> None:

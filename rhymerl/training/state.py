@@ -1,4 +1,4 @@
-"""The state that a run has learned: put into a checkpoint, taken up again, and kept apart from evaluations."""
+"""The state that a run has learned: put into a checkpoint, and taken up again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from rhymerl.distributed.base import Ranks
 from rhymerl.errors import ConfigError
-from rhymerl.models.policy import Policy
 from rhymerl.training.checkpoint import FORMAT
 
-# How far the run is.
+# Parts of a RhymeModule: how far the run is, what learns, and which of that a user may replace.
 _COUNTS = ("num_rollouts", "num_tokens", "logged", "first_epochs")
+_LEARNERS = ("algo", "history", "evaluator", "scheduler")
 _PARTS = ("algo", "scheduler", "budget")
 
 
@@ -23,55 +23,29 @@ class Learner(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Module(Protocol):
-    """The parts of a RhymeModule that have a state, beside the names in `_COUNTS`."""
-
-    base_fingerprint: str | None  # None of weights that are not there yet
-    teacher_fingerprint: str | None  # None without a teacher
-    policy: Policy
-
-    @property
-    def algo(self) -> Learner: ...
-    @property
-    def history(self) -> Learner: ...
-    @property
-    def evaluator(self) -> Learner: ...
-    @property
-    def scheduler(self) -> Learner: ...
-    @property
-    def budget(self) -> Learner: ...
-
-
-def state_of(module: Module, loop: Learner | None, ranks: Ranks) -> dict[str, Any]:
+def state_of(module: Any, loop: Learner | None, ranks: Ranks) -> dict[str, Any]:
     """Return all of it in plain containers; called on every rank, since each has a budget of its own."""
     return {
         "format": FORMAT,
-        **{name: getattr(module, name) for name in _COUNTS},
-        "algo": module.algo.state_dict(),
-        "history": module.history.state_dict(),
-        "evaluator": module.evaluator.state_dict(),
-        "scheduler": module.scheduler.state_dict(),
+        **{name: getattr(module, name) for name in (*_COUNTS, "base_fingerprint", "teacher_fingerprint")},
+        **{name: getattr(module, name).state_dict() for name in _LEARNERS},
         "classes": {name: _class_of(getattr(module, name)) for name in _PARTS},
-        "base_fingerprint": module.base_fingerprint,
-        "teacher_fingerprint": module.teacher_fingerprint,
         "budgets": ranks.gather(module.budget.state_dict()),
         "loop": loop.state_dict() if loop is not None else None,
         "policy_files": module.policy.files(),
     }
 
 
-def load_state(module: Module, state: Mapping[str, Any]) -> None:
+def load_state(module: Any, state: Mapping[str, Any]) -> None:
     """Go on from what `state_of` returned."""
     for name in _COUNTS:
         setattr(module, name, copy.copy(state[name]))
-    module.history.load_state_dict(state["history"])
-    module.evaluator.load_state_dict(state["evaluator"])
-    for name in ("algo", "scheduler"):
+    for name in _LEARNERS:
         if is_of_same_class(module, name, state):
             getattr(module, name).load_state_dict(state[name])
 
 
-def load_budget(module: Module, state: Mapping[str, Any], rank: int) -> None:
+def load_budget(module: Any, state: Mapping[str, Any], rank: int) -> None:
     """Load this rank's estimates; the first rank's if there were fewer ranks."""
     if is_of_same_class(module, "budget", state):
         budgets = state["budgets"]
@@ -87,7 +61,7 @@ class Resumed:
     def keep(self, state: Mapping[str, Any]) -> None:
         self._state = {name: state[name] for name in ("budgets", "loop", "classes")}
 
-    def restore(self, module: Module, loop: Learner | None, ranks: Ranks | None) -> None:
+    def restore(self, module: Any, loop: Learner | None, ranks: Ranks | None) -> None:
         """Restore the loop and the budget once the workers exist.
 
         Under fsdp2 that is before a checkpoint is read, otherwise after it.
@@ -100,16 +74,16 @@ class Resumed:
         self._state = None
 
 
-def is_of_same_class(module: Module, name: str, state: Mapping[str, Any]) -> bool:
+def is_of_same_class(module: Any, name: str, state: Mapping[str, Any]) -> bool:
     """Return whether a part's class is the saved one, or unknown; a part of another class begins anew."""
-    return state["classes"][name] in (None, _class_of(getattr(module, name)))
+    return state["classes"].get(name) in (None, _class_of(getattr(module, name)))
 
 
 def _class_of(part: Learner) -> str:
     return f"{type(part).__module__}.{type(part).__qualname__}"
 
 
-def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
+def check_base(module: Any, state: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError unless the module was given the weights of the checkpoint's run: the first, and a teacher's."""
     if None not in (found := {state["base_fingerprint"], module.base_fingerprint}) and len(found) > 1:
         raise ConfigError(
@@ -120,15 +94,3 @@ def check_base(module: Module, state: Mapping[str, Any], where: str) -> None:
         raise ConfigError(
             f"{where}: its run had another teacher than that of teacher.path; a resumed run keeps its teacher"
         )
-
-
-class Snapshot:
-    """The state that parts have learned so far, while something uses them that is to leave no trace in them."""
-
-    def __init__(self, *parts: Learner) -> None:
-        self._states = [(part, copy.deepcopy(part.state_dict())) for part in parts]
-
-    def restore(self) -> None:
-        """Restore the parts to the snapshot, and nothing else."""
-        for part, state in self._states:
-            part.load_state_dict(state)

@@ -10,8 +10,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -180,7 +179,7 @@ def _check_requeueing(trainer: Any) -> None:
         )
 
 
-def prepare_trainer(trainer: L.Trainer, backend: Backend) -> None:
+def prepare_trainer(trainer: Any, backend: Backend) -> None:
     """Check as `check_trainer` and `check_backend` do, and prepare the ranks before Lightning opens the process group.
 
     The model stays without a wrapper. On one machine its store listens where no other machine can reach it. Raises
@@ -192,33 +191,18 @@ def prepare_trainer(trainer: L.Trainer, backend: Backend) -> None:
         check_backend(trainer, backend)
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_cores(trainer)
-        _log_each_step(trainer)
-        _wrap_nothing(trainer.strategy)
+        # Lightning's default interval, even if a user sets it, is for steps of milliseconds.
+        if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
+            trainer.log_every_n_steps = 1
+        strategy = trainer.strategy
+        if isinstance(strategy, DDPStrategy):
+            # Ranks begin with equal weights, but without DDP: the update sums gradients itself, and DDP's buckets have
+            # the size of all gradients. On the object, because it is the Trainer's, which the user may have made.
+            vars(strategy)["configure_ddp"] = lambda: equal_weights(cast(nn.Module, strategy.model))
         _prepare_ranks(trainer)
     except BaseException:
         end_ranks(trainer)
         raise
-
-
-def _log_each_step(trainer: Any) -> None:
-    """Log each step: Lightning's default interval, even if a user sets it, is for steps of milliseconds."""
-    if trainer.log_every_n_steps == _LIGHTNING_LOGS_EVERY:
-        trainer.log_every_n_steps = 1
-
-
-def _wrap_nothing(strategy: Any) -> None:
-    """Let the ranks begin with equal weights, as DDP does, and leave DDP itself out: the update sums gradients itself.
-
-    DDP's buckets for sums that nobody asks for have the size of all gradients.
-    """
-    if isinstance(strategy, DDPStrategy):
-        # On the object, because it is the Trainer's, which the user may have made.
-        vars(strategy)["configure_ddp"] = partial(_begin_equal, strategy)
-
-
-def _begin_equal(strategy: DDPStrategy) -> None:
-    assert strategy.model is not None, "the Trainer has connected it"
-    equal_weights(strategy.model)
 
 
 def _prepare_ranks(trainer: L.Trainer) -> None:
@@ -312,20 +296,18 @@ def check_precision(precision: object) -> None:
 
 
 def performance(num_tokens: int, seconds: float, device: torch.device) -> dict[str, float]:
-    """Return the metrics of a step's speed, by its seconds and response tokens."""
+    """Return the metrics of a step's speed, by its seconds and response tokens.
+
+    The peak is that of the device's allocator, or of the process on a CPU.
+    """
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    is_on_gpu = device.type == "cuda"
     return {
         "timing_s/step": seconds,
         "perf/time_per_step": seconds,
         "perf/tokens_per_s": num_tokens / seconds,
-        "perf/peak_memory_gb": _peak_memory_gb(device),
+        "perf/peak_memory_gb": torch.cuda.max_memory_allocated(device) / 2**30 if is_on_gpu else peak_kb / 2**20,
     }
-
-
-def _peak_memory_gb(device: torch.device) -> float:
-    """Return the peak of the device's allocator, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class TeardownOnException(L.Callback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -52,7 +52,6 @@ class _Work:
     optimizer: Any
     schedule: LambdaLR
     trains_policy: bool  # not while the critic warms up
-    learns_proximal: Tensor | None  # [B] bool, whose proximal log-probs are those of the update's own pass
 
 
 @dataclass(eq=False, repr=False)
@@ -114,7 +113,6 @@ class Updater:
             optimizer=optimizer,
             schedule=schedule,
             trains_policy=not warms_up,
-            learns_proximal=self._to_learn(samples, step),
         )
         with _timed(times, "update"):
             metrics = self._train(work, step)
@@ -153,14 +151,17 @@ class Updater:
                 with _timed(times, name):
                     whole = batch.behaviour_logprobs.clone()  # where nothing is asked, because it is known
                     found = self._pass(need, [samples[i] for i in asked])
-                    if need == "values" and self._values_behind:
+                    if need == "values" and "final_values" in self.algorithm.needs:
                         found, final = split_behind(found, [len(samples[i]) for i in asked])
                         batch = replace(batch, final_values=final)
                     whole[asked, : found.shape[1]] = found
                     found_in: Any = {column: whole}
                     batch = replace(batch, **found_in)
+        if self._learns_proximal and (asked := self._sampled_otherwise(samples, step)):
+            awaits = torch.zeros(len(samples), dtype=torch.bool).index_fill(0, torch.tensor(asked), True)
+            batch = replace(batch, awaits_proximal=awaits)
         with _timed(times, "advantage"):
-            return self.algorithm.prepare(replace(batch, awaits_proximal=self._to_learn(samples, step) is not None))
+            return self.algorithm.prepare(batch)
 
     def _asked(self, need: Need, samples: Sequence[Sample], version: int) -> list[int]:
         """Return the samples that a pass has to go over."""
@@ -172,7 +173,8 @@ class Updater:
 
     def _sampled_otherwise(self, samples: Sequence[Sample], version: int) -> list[int]:
         """Return the samples whose behaviour log-probs differ from the current policy's by more than rounding."""
-        return [i for i, sample in enumerate(samples) if not (self.draws_exactly and _is_sampled_by(version, sample))]
+        versions = [sample.completion.output.policy_versions for sample in samples]
+        return [i for i, each in enumerate(versions) if not (self.draws_exactly and (each == version).all())]
 
     @property
     def _learns_proximal(self) -> bool:
@@ -180,10 +182,6 @@ class Updater:
         needs = self.algorithm.needs
         is_wanted = "proximal_in_loss" in needs and "proximal" not in needs
         return is_wanted and self.settings.optimizer_steps == 1 and not self._is_random
-
-    def _to_learn(self, samples: Sequence[Sample], version: int) -> Tensor | None:
-        asked = self._sampled_otherwise(samples, version) if self._learns_proximal else []
-        return torch.zeros(len(samples), dtype=torch.bool).index_fill(0, torch.tensor(asked), True) if asked else None
 
     def _pass(self, need: Need, samples: Sequence[Sample]) -> Tensor:
         """Return what a pass over all samples finds for a `need`, [B, T]."""
@@ -198,14 +196,10 @@ class Updater:
                 ranks=self.ranks,
                 device=self.model.device,
                 max_tokens=self.settings.micro_batch_tokens,
-                behind=need == "values" and self._values_behind,
+                behind=need == "values" and "final_values" in self.algorithm.needs,
                 shares=self.shares_prefixes,
                 in_step=self._is_sharded,
             )
-
-    @property
-    def _values_behind(self) -> bool:
-        return "final_values" in self.algorithm.needs
 
     def _proximal(self, tokens: TokenBatch) -> Tensor:
         with self._routed(tokens):
@@ -269,7 +263,11 @@ class Updater:
             routes = trained_routes([work.samples[i] for i in chosen], work.batch.mask[chosen].numpy())
             loads = expert_loads(routes, self._routers)
         metrics = self._backward(work, dealt, totals, loads)
-        self._sum_gradients([p for each in self._trained(work).values() for p in each])
+        parameters = [p for each in self._trained(work).values() for p in each]
+        if self._is_sharded:  # then their backward has summed them, but for replicas
+            sum_replicas(parameters)
+        else:
+            self.ranks.sum_gradients(parameters)
         of_all = self._step(work)
         return {**metrics, **of_all} if self.ranks.rank == 0 else metrics
 
@@ -279,12 +277,6 @@ class Updater:
         if self.critic is not None:
             models["critic/"] = self.critic
         return {name: [p for p in model.parameters() if p.requires_grad] for name, model in models.items()}
-
-    def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._is_sharded:  # then their backward has summed them, but for replicas
-            sum_replicas(parameters)
-        else:
-            self.ranks.sum_gradients(parameters)
 
     def _backward(
         self, work: _Work, dealt: Sequence[list[int]], totals: Totals, loads: FloatArray | None
@@ -325,10 +317,9 @@ class Updater:
                 trains_entropy="entropy_gradient" in self.algorithm.needs,
             )
         mine = mine.cast(output.logprobs.dtype)
-        if work.learns_proximal is not None:
-            is_asked = work.learns_proximal[part][:, None].to(self.model.device)
-            known = torch.where(is_asked, output.logprobs.detach(), mine.behaviour_logprobs)
-            mine = replace(mine, proximal_logprobs=known, awaits_proximal=False)
+        if mine.awaits_proximal is not None:
+            known = torch.where(mine.awaits_proximal[:, None], output.logprobs.detach(), mine.behaviour_logprobs)
+            mine = replace(mine, proximal_logprobs=known, awaits_proximal=None)
         loss, metrics = self.algorithm.loss(mine, output, totals)
 
         def mean(values: Tensor) -> Tensor:
@@ -355,7 +346,9 @@ class Updater:
 
     def _step(self, work: _Work) -> dict[str, float]:
         """Move the weights by the gradient, which is the same on every rank."""
-        norms = {name: self._clip(parameters) for name, parameters in self._trained(work).items()}
+        most = self.settings.max_grad_norm or math.inf
+        found = {name: nn.utils.clip_grad_norm_(each, most) for name, each in self._trained(work).items()}
+        norms = {name: float(whole(norm)) for name, norm in found.items()}  # before they were clipped
         for name, norm in norms.items():
             if not math.isfinite(norm):
                 raise RunError(
@@ -367,14 +360,6 @@ class Updater:
         work.optimizer.step()
         work.schedule.step()
         return {**metrics, "learning_rate": rates[0], **({"critic/lr": rates[-1]} if self.critic else {})}
-
-    def _clip(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Clip the gradient's norm in place; returns the norm before."""
-        return float(whole(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm or math.inf)))
-
-
-def _is_sampled_by(version: int, sample: Sample) -> bool:
-    return bool((sample.completion.output.policy_versions == version).all())
 
 
 @contextmanager

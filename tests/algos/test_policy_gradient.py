@@ -340,7 +340,7 @@ def test_who_reads_old_logprobs_before_the_loss_declares_it():
     batch, _ = make_batch()
     Reads().prepare(batch)
     with pytest.raises(ValueError, match="needs proximal, not proximal_in_loss"):
-        Reads().prepare(replace(batch, awaits_proximal=True))
+        Reads().prepare(replace(batch, awaits_proximal=torch.ones(len(batch), dtype=torch.bool)))
 
 
 def test_a_users_token_loss_is_the_loss():

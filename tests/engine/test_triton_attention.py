@@ -13,7 +13,7 @@ from rhymerl.drafts import Draft, DraftBatch, no_drafts
 from rhymerl.engine.layout import PassLayout, lay_out_pass
 from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.engine.tiles import TileLayout, tile
-from rhymerl.models.attention import ChunkedWindow, LayerAttention
+from rhymerl.models.attention import LayerAttention
 from tests.engine.interpreted import Interpreter
 from tests.engine.test_windows import plan_of
 from tests.products import values_first
@@ -52,7 +52,7 @@ def call(kernel, tensors, layout: PassLayout, tiles: TileLayout, layer: LayerAtt
     """Attend by the kernel, with two tiles of nothing at the end."""
     padded = np.pad(tiles.tiles, ((0, 2), (0, 0)))
     arrays = map(torch.from_numpy, (padded, layout.positions, tiles.ancestors, tiles.kv_slots))
-    how = {"window": layer.signed_window, "softcap": layer.softcap, "sinks": layer.sinks}
+    how = {"window": layer.window, "softcap": layer.softcap, "sinks": layer.sinks}
     return kernel(*tensors, *arrays, scale=0.3, most=tiles.most, splits=splits, **how)
 
 
@@ -77,7 +77,7 @@ def random_tree(seed: int, size: int) -> list[int]:
     return [int(source.integers(max(node - 3, -1), node)) for node in range(size)]
 
 
-def layer_of(window: int | ChunkedWindow | None = None, *, sinks: int = 0, **more: Any) -> LayerAttention:
+def layer_of(window: int | None = None, *, sinks: int = 0, **more: Any) -> LayerAttention:
     own = torch.linspace(-2, 3, sinks) if sinks else None
     return LayerAttention(window=window, sinks=own, **more)
 
@@ -99,14 +99,14 @@ def test_it_is_softmax_over_what_a_token_sees(kernel, shape, most, dtype, splits
 
 
 # A path of 63 nodes hangs below the position 5, and a tree of some levels below 140.
-WINDOWS = [1, 5, 63, 64, 70, 140, *map(ChunkedWindow, (3, 64, 69))]
+WINDOWS = [1, 5, 63, 64, 70, 140, -3, -64, -69]
 KINDS = [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 0.7, "sinks": True}]
 SHAPES = [(2, 1, 16), (3, 1, 64), (5, 1, 64), (8, 1, 64), (2, 2, 128), (2, 1, 256)]
 
 
 @pytest.mark.parametrize(
     ("window", "shape", "kind", "splits"),
-    values_first([*WINDOWS, 500, ChunkedWindow(500), None], SHAPES, KINDS, [1, 4]),
+    values_first([*WINDOWS, 500, -500, None], SHAPES, KINDS, [1, 4]),
 )
 def test_a_layer_has_what_it_says(kernel, window, shape, kind, splits):
     layer = layer_of(window, **{**kind, "sinks": shape[0] if "sinks" in kind else 0})
@@ -114,7 +114,7 @@ def test_a_layer_has_what_it_says(kernel, window, shape, kind, splits):
     assert_as_planned(kernel, rows, shape, 16, torch.float32, layer, splits)
 
 
-LONG = [None, 16, 1023, 1024, 1025, 3990, ChunkedWindow(1000), ChunkedWindow(4001)]
+LONG = [None, 16, 1023, 1024, 1025, 3990, -1000, -4001]
 
 
 @pytest.mark.slow
@@ -128,13 +128,13 @@ def test_rows_are_long(kernel, length, seed, window):
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("window", [3, 64, ChunkedWindow(50)])
+@pytest.mark.parametrize("window", [3, 64, -50])
 def test_keys_before_a_window_are_not_read(kernel, window, splits):
     """They may have been freed since; a value that is no number would stay one with a weight of 0."""
     source = np.random.default_rng(0)
     layout, tiles = laid_out(source, [(200, 1, [])], 4)
     query, keys, values = numbers(source, layout, tiles, (2, 1, 16))
-    oldest = 200 if isinstance(window, ChunkedWindow) else 201 - window
+    oldest = 200 if window < 0 else 201 - window
     for each in (keys, values):
         each[torch.from_numpy(tiles.kv_slots[:oldest]).long()] = float("nan")
     layer = LayerAttention(window=window)

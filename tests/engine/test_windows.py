@@ -21,7 +21,7 @@ from rhymerl.engine.layout import PassLayout, lay_out_pass
 from rhymerl.engine.rows import Rows, SlotPool
 from rhymerl.engine.support import prove_engine, refuse_unsupported
 from rhymerl.errors import ConfigError
-from rhymerl.models.attention import FULL, ChunkedWindow, LayerAttention, last_seen, narrowed
+from rhymerl.models.attention import FULL, LayerAttention, last_seen, narrowed
 from rhymerl.testing import OracleDrafter, RandomTreeDrafter, make_requests
 from rhymerl.types import Completion, RolloutRequest
 from tests.engine.test_kept import asked, play
@@ -92,7 +92,8 @@ def attended(query, keys, values, sees, layer: LayerAttention) -> np.ndarray:
     out = np.empty(query.shape)
     for n, path in sees.items():
         last = path[-1][0]
-        window = last % layer.window.size + 1 if isinstance(layer.window, ChunkedWindow) else layer.window or len(path)
+        window = layer.window or len(path)
+        window = last % -window + 1 if window < 0 else window
         slots = [slot for position, slot in path if position > last - window]
         for head in range(query.shape[1]):
             scores = 0.3 * keys[slots, head // 2] @ query[n, head]
@@ -107,7 +108,7 @@ def attended(query, keys, values, sees, layer: LayerAttention) -> np.ndarray:
     ("compiled", "window", "more", "dtype"),
     pairs_first(
         [True, False],
-        [None, 1, 3, 16, ChunkedWindow(1), ChunkedWindow(4), ChunkedWindow(7)],
+        [None, 1, 3, 16, -1, -4, -7],
         [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 0.7, "sinks": True}],
         ["float64", "float32"],
     ),
@@ -225,8 +226,8 @@ def test_the_proof_sees_a_window_that_is_none_of_the_models(family, wrong, monke
 
 
 WRONG_CHUNKS = {
-    "one more": ("last_seen", lambda visible, window: last_seen(visible, ChunkedWindow(window.size + 1))),
-    "a window": ("last_seen", lambda visible, window: last_seen(visible, window.size)),
+    "one more": ("last_seen", lambda visible, window: last_seen(visible, window - 1)),
+    "a window": ("last_seen", lambda visible, window: last_seen(visible, -window)),
     "none": ("last_seen", lambda visible, window: visible),
     "by places": ("at_positions", lambda layer, query, positions: query),
 }

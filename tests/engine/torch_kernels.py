@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rhymerl.models.attention import ChunkedWindow, last_seen
+from rhymerl.models.attention import last_seen
 
 
 def attend(
@@ -25,7 +25,7 @@ def attend(
             visible = nodes + root < min(positions[n] + 1, root)
             visible |= (nodes >= 0) & (ancestors[n] >> nodes.clamp(0, 63) & 1 == 1)
             if window is not None:
-                visible = last_seen(visible, window if window > 0 else ChunkedWindow(-window))
+                visible = last_seen(visible, window)
             scores = torch.einsum("hd,shd->hs", query[n].to(v.dtype), k) * scale
             scores = scores if softcap is None else softcap * (scores / softcap).tanh()
             scores = scores.masked_fill(~visible, float("-inf"))

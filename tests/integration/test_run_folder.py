@@ -44,7 +44,7 @@ def test_many_that_begin_at_once_leave_one_run(settings: list[str], tmp_path: Pa
     for process, words_said in zip(processes, said, strict=True):
         assert process.exitcode == 0 or (process.exitcode == 2 and "in use by" in words_said), words_said
     assert any("Everything is in" in each for each in said)
-    assert newest_whole(tmp_path / "run" / "checkpoints").path == tmp_path / "run" / "checkpoints" / "step=6.ckpt"
+    assert newest_whole(tmp_path / "run" / "checkpoints")[0] == tmp_path / "run" / "checkpoints" / "step=6.ckpt"
     assert rhymerl(*words_for(settings, tmp_path / "whole")).code == 0
     assert_same_runs(tmp_path / "run", tmp_path / "whole")
 

@@ -13,6 +13,7 @@ import torch
 from rhymerl.config import compose
 from rhymerl.engine.support import prove_engine
 from rhymerl.errors import ConfigError
+from rhymerl.models import proof
 from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.models.proof import prove_sharing
 from rhymerl.testing import OracleDrafter
@@ -21,6 +22,7 @@ from tests.engine.test_support import hide_a_token, in_packed_passes, move_a_tok
 from tests.integration import programs
 from tests.integration.conftest import assert_same, checkpoint
 from tests.pretrained.questions import QUESTIONS, requests
+from tests.training.test_shared_prefixes import misplaced
 
 pytestmark = pytest.mark.pretrained
 
@@ -77,7 +79,7 @@ def test_one_wrong_mask_entry_or_position_is_refused(dtype: str, monkeypatch: py
         with in_packed_passes(model, change), pytest.raises(ConfigError, match="differ"):
             prove_engine(model)
     assert prove_sharing(model.get_decoder(), 64) is None
-    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda before: before + 1)
+    monkeypatch.setattr(proof, "place_runs", misplaced)
     assert prove_sharing(model.get_decoder(), 64) == "its states behind a shared prompt are others"
 
 

@@ -84,13 +84,13 @@ def test_a_damaged_file_says_which_older_one_is_whole(tmp_path: Path) -> None:
         f"ckpt_path={str(tmp_path / 'last.ckpt')!r}: not a checkpoint that can be read: the checksum of its record "
         f"'archive/data/1' differs; the newest whole one before it is {str(paths[2])!r}, which ckpt_path=auto takes"
     )
-    newest = newest_whole(tmp_path)
-    assert newest.path == paths[2]
-    assert list(newest.damaged) == [paths[10], paths[9]]
+    newest, damaged = newest_whole(tmp_path)
+    assert newest == paths[2]
+    assert list(damaged) == [paths[10], paths[9]]
     paths[2].write_bytes(b"")
     with pytest.raises(ConfigError, match="no older one beside it is whole$"):
         read_checkpoint(paths[10])
-    assert newest_whole(tmp_path).path is None
+    assert newest_whole(tmp_path)[0] is None
     with pytest.raises(ConfigError, match=r"step=9\.ckpt': not a checkpoint that can be read: the checksum"):
         AtomicCheckpointIO().load_checkpoint(paths[9])
 

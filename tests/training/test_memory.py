@@ -30,7 +30,8 @@ def test_an_engine_is_told_of_the_update_before_it_starts() -> None:
     )
     num_bytes = 8 * sum(each.numel() for each in model.parameters())
     assert total_bytes(found.tensors.updated) == found.trained_bytes == num_bytes
-    assert (found.itemsize, found.compute_itemsize, found.has_own_critic, found.has_adapters) == (8, 8, False, False)
+    assert (found.model.itemsize, found.model.compute_itemsize) == (8, 8)
+    assert (found.has_own_critic, found.has_adapters) == (False, False)
     longest = len("0+0=?\n") + 16
     assert found.model.longest_tokens == longest
     assert found.step_tokens == found.tokens == 2 * 4 * longest  # a micro-batch has no more

@@ -73,9 +73,12 @@ def test_the_number_of_steps_stays(monkeypatch):
 def test_a_run_that_asks_for_it(monkeypatch):
     moves: list[int] = []
     move = module._move
-    monkeypatch.setattr(
-        module, "_move", lambda optimizer, to: (moves.append(len(optimizer.state)), move(optimizer, to))
-    )
+
+    def noted(place, optimizer, *rest):
+        moves.append(len(optimizer.state))
+        move(place, optimizer, *rest)
+
+    monkeypatch.setattr(module, "_move", noted)
     run = Run(num_steps=2, prompts_per_step=2)
     weights, _ = run.train(update=UpdateSettings(learning_rate=run.learning_rate, offload_optimizer=True))
     parameters = len(list(tiny_policy().model.parameters()))

@@ -240,7 +240,7 @@ def test_a_prompt_is_there_once_and_an_answers_last_token_not_at_all():
     batch = token_batch(samples, "cpu", shares=True)
     layout = batch.shared
     assert layout is not None
-    assert layout.num_prompts == 2
+    assert len(layout.paths.lengths) == 2
     assert layout.sizes[0] == 2 * max(len(one.prompt.token_ids), len(two.prompt.token_ids))
     assert sum(layout.sizes) == layout.input_ids.numel() == layout.position_ids.numel()
     rows = token_batch(samples, "cpu")
@@ -330,6 +330,13 @@ def part_of(index: int, dealt: list[list[int]]) -> int:
 # -- proof ---------------------------------------------------------------------------------------------------------
 
 
+def misplaced(*given):
+    """A layout whose answers stand one position too late."""
+    placed = place_runs(*given)
+    placed.layout.position_ids[:, placed.layout.sizes[0] :] += 1
+    return placed
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
     body = tiny_policy(dtype=dtype).model.get_decoder()
@@ -350,7 +357,7 @@ def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
         monkeypatch.setattr(RunBucket, "mask", wrong)
         assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
     monkeypatch.setattr(RunBucket, "mask", right)
-    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda before: before + 1)
+    monkeypatch.setattr(proof, "place_runs", misplaced)
     assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
 
 
@@ -359,7 +366,7 @@ def test_rounding_is_told_from_structure(monkeypatch):
     body = tiny_policy(dtype="float32").model.get_decoder()
     monkeypatch.setitem(proof._TOLERANCE, torch.float32, 0.0)
     assert prove_sharing(body, 64) is None
-    monkeypatch.setattr("rhymerl.models.shared_prefixes._first_position", lambda before: before + 1)
+    monkeypatch.setattr(proof, "place_runs", misplaced)
     assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
 
 
