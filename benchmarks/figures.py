@@ -8,123 +8,68 @@ Figures of a quiet machine are taken again by hand, one command at a time.
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import record
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _COMMIT = re.compile(r'"?commit"?:? "?([0-9a-f]{12}(?:-dirty)?|unknown)')
+_NAME = re.compile(r"(.+?)_((?:xeon|epyc)-\d+core|h\d+)")  # the theme and the machine in the name of a file
 
 _DRAFTS = ("rhymerl/drafters", "rhymerl/history")
 _ROLLOUT = (*_DRAFTS, "rhymerl/budgets", "rhymerl/engine", "rhymerl/models", "rhymerl/backends/embedded.py")
 _STEP = (*_ROLLOUT, "rhymerl/algos", "rhymerl/data", "rhymerl/rewards", "rhymerl/rollout", "rhymerl/training")
 _SCHEDULES = ("rhymerl/schedulers", "rhymerl/simulation", "rhymerl/workers")
-_CARD = (*_ROLLOUT, "rhymerl/backends/sglang", "benchmarks/gpu")
-_SUMS = "out/warmstart_smollm2_sums"
-_TRL = "benchmarks.against_trl.compare --trl-python PYTHON"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The command that takes a result file again, a module with its options or a whole one, and the code it judges."""
-
-    command: str
-    judges: tuple[str, ...]
-
-
-SOURCES = {  # by the name of the file, but for its date and suffix
-    "draft_overhead_xeon-2core": Source(command="benchmarks.drafting.draft_overhead --seconds 5", judges=_ROLLOUT),
-    "draft_rules_epyc-2core": Source(
-        command="benchmarks.drafting.draft_rules benchmarks/traces/running_sum.jsonl.gz "
-        "benchmarks/traces/smollm2_*.jsonl.gz --arctic FOLDER",
-        judges=_DRAFTS,
-    ),
-    "emulation_check_epyc-2core": Source(command="benchmarks.emulation.emulation_check", judges=_STEP + _SCHEDULES),
-    "engine_profile_h200": Source(command="make gpu", judges=_ROLLOUT),
-    "first_runs_epyc-2core": Source(command="benchmarks.learning.first_runs --configs quickstart", judges=_STEP),
-    "gpu_h200": Source(command="make gpu", judges=_CARD),
-    "guard_epyc-2core": Source(
-        command="benchmarks.regression.guard --base ed7ece3 --repeats 1 --only quickstart", judges=_STEP
-    ),
-    "guard_xeon-2core": Source(command="benchmarks.regression.guard --base ed7ece3 --repeats 3", judges=_STEP),
-    "headline_settings_epyc-2core": Source(
-        command="benchmarks.emulation.headline_settings --only '8B on an H100, seed 0' '8B on an H100, seed 1' "
-        "'8B on an H100, seed 2' '8B on an H100, update 30 %' 'lengths by chance' '64 slots, 32 prompts a step'",
-        judges=_STEP + _SCHEDULES,
-    ),
-    "headline_settings_epyc-2core-h200-7b": Source(
-        command="benchmarks.emulation.headline_settings --only '7B on an H200, measured passes'",
-        judges=_STEP + _SCHEDULES,
-    ),
-    "headline_xeon-2core": Source(
-        command="benchmarks.emulation.headline --plot benchmarks/results/headline_xeon-2core_202611.png",
-        judges=_STEP + _SCHEDULES,
-    ),
-    "layer_kinds_epyc-2core": Source(command="benchmarks.drafting.layer_kinds", judges=_ROLLOUT),
-    "longer_task_epyc-2core-smollm2": Source(
-        command="benchmarks.drafting.longer_task model.path=policies/smollm2_sums trainer.precision=bf16-mixed",
-        judges=_ROLLOUT,
-    ),
-    "overlap_epyc-2core": Source(
-        command="benchmarks.emulation.overlap --scale 15 --steps 16 --plot overlap_epyc-2core_202611.png",
-        judges=("rhymerl/workers", "rhymerl/training"),
-    ),
-    "paired_runs_epyc-2core": Source(command="benchmarks.drafting.paired_runs", judges=_STEP),
-    "paired_runs_epyc-2core-smollm2": Source(command="benchmarks.drafting.paired_runs --config smollm2", judges=_STEP),
-    "paired_runs_epyc-2core-smollm2-sums": Source(
-        command=f"benchmarks.drafting.paired_runs --config smollm2_sums model.path={_SUMS} data.prompts_per_step=3 "
-        "task.train_size=12 trainer.max_steps=16",
-        judges=_STEP,
-    ),
-    "rollout_speed_xeon-2core": Source(command="rhymerl bench rollout --json", judges=_ROLLOUT),
-    "schedule_xeon-2core": Source(
-        command="rhymerl simulate scheduler=[sorted,packed,histopipe,paced] run_ahead=keep --json", judges=_SCHEDULES
-    ),
-    "sglang_passes_h200": Source(command="make gpu", judges=("rhymerl/backends/sglang", *_DRAFTS)),
-    "sharded_memory_epyc-2core": Source(
-        command="benchmarks.update.sharded_memory", judges=("rhymerl/memory", "rhymerl/training")
-    ),
-    "shared_prefixes_epyc-2core": Source(
-        command="benchmarks.update.shared_prefixes --repeats 1 --cases addition 'long prompts' 'short prompts' "
-        "'additions, first epoch' 'additions, last epoch' 'long sums, first epoch' 'long sums, last epoch'",
-        judges=("rhymerl/models", "rhymerl/training"),
-    ),
-    "shared_prefixes_epyc-2core-long-answers": Source(
-        command="benchmarks.update.shared_prefixes --repeats 1 --cases 'long answers'",
-        judges=("rhymerl/models", "rhymerl/training"),
-    ),
-    "tournament_epyc-2core": Source(
-        command="benchmarks.scheduling.tournament", judges=("rhymerl/schedulers", "rhymerl/simulation")
-    ),
-    "trl_echo_epyc-2core": Source(command=f"{_TRL} --steps 40", judges=_STEP),
-    "trl_echo_epyc-2core-128-tokens": Source(command=f"{_TRL} --steps 40 --max-tokens 128", judges=_STEP),
-    "trl_echo_epyc-2core-480-tokens": Source(command=f"{_TRL} --steps 40 --max-tokens 480", judges=_STEP),
-    "trl_running_sum_epyc-2core": Source(command=f"{_TRL} --task running_sum", judges=_STEP),
-    "trl_pretrained_epyc-2core-sums": Source(
-        command=f"{_TRL} --task sums --model {_SUMS} --seeds 1 --steps 6 --warm-up 1 --max-tokens 256 "
-        "--rows-per-backward 6",
-        judges=_STEP,
-    ),
-    "trl_pretrained_epyc-2core-sums-epochs": Source(
-        command=f"{_TRL} --task sums --model {_SUMS} --train-size 12 --seeds 1 --steps 8 --max-tokens 256 "
-        "--rows-per-backward 6",
-        judges=_STEP,
-    ),
-    "trl_pretrained_epyc-2core-sums-epochs-seed-1": Source(
-        command=f"{_TRL} --task sums --model {_SUMS} --train-size 12 --seed 1 --seeds 1 --steps 8 --max-tokens 256 "
-        "--rows-per-backward 6",
-        judges=_STEP,
-    ),
+JUDGES = {  # by the theme of a file: the code that its figures judge
+    "draft_rules": _DRAFTS,
+    "emulation_check": _STEP + _SCHEDULES,
+    "engine_profile": _ROLLOUT,
+    "first_runs": _STEP,
+    "gpu": (*_ROLLOUT, "rhymerl/backends/sglang", "benchmarks/gpu"),
+    "guard": _STEP,
+    "headline": _STEP + _SCHEDULES,
+    "headline_settings": _STEP + _SCHEDULES,
+    "layer_kinds": _ROLLOUT,
+    "longer_task": _ROLLOUT,
+    "paired_runs": _STEP,
+    "rollout_speed": _ROLLOUT,
+    "schedule": _SCHEDULES,
+    "sglang_passes": ("rhymerl/backends/sglang", *_DRAFTS),
+    "shared_prefixes": ("rhymerl/models", "rhymerl/training"),
+    "tournament": ("rhymerl/schedulers", "rhymerl/simulation"),
+    "trl_echo": _STEP,
+    "trl_pretrained": _STEP,
+    "trl_running_sum": _STEP,
 }
+_TRL = "python -m benchmarks.against_trl.compare --trl-python PYTHON"
+_COMMANDS = {  # of themes that no script of their name has
+    **dict.fromkeys(("engine_profile", "gpu", "sglang_passes"), "make gpu"),
+    "schedule": "rhymerl simulate scheduler=[sorted,packed,histopipe,paced] run_ahead=keep --json",
+    "trl_echo": _TRL,
+    "trl_pretrained": _TRL,
+    "trl_running_sum": f"{_TRL} --task running_sum",
+}
+_GONE = ("plot",)  # options that files have, but no script any more
 
 
-def name_of(path: Path) -> str:
-    """Return the key of a result file in SOURCES: its name without date and suffix."""
-    return re.sub(r"_\d{6}$", "", path.stem)
+def theme_of(path: Path) -> str:
+    """Return the theme of a result file, which begins its name."""
+    return _parts(path)[0]
+
+
+def _parts(path: Path) -> tuple[str, str]:
+    found = _NAME.match(path.stem)
+    if found is None:
+        raise ValueError(f"{path.name}: expected THEME_HARDWARE")
+    return found[1], found[2]
 
 
 def commits_of(path: Path) -> list[str]:
@@ -132,13 +77,30 @@ def commits_of(path: Path) -> list[str]:
     return list(dict.fromkeys(_COMMIT.findall(path.read_text())))
 
 
-def command_of(name: str) -> str:
-    """Return the whole command that takes a result file again."""
-    command = SOURCES[name].command
-    if not command.startswith("benchmarks."):
+def command_of(path: Path) -> str:
+    """Return the whole command that takes a result file again, with the options that it names."""
+    theme, hardware = _parts(path)
+    command = _COMMANDS.get(theme)
+    if command is None:
+        (script,) = (ROOT / "benchmarks").glob(f"*/{theme}.py")
+        command = f"python -m benchmarks.{script.parent.name}.{theme}"
+    if not command.startswith("python"):
         return command
-    hardware = next(part for part in name.split("_") if "core" in part)
-    return f"python -m {command} --hardware {hardware} --out benchmarks/results"
+    given = json.loads(path.read_text())["config"]
+    options = {**given, "hardware": hardware, "out": "benchmarks/results"}
+    traces = (f"benchmarks/traces/{name}.jsonl.gz" for name in given.get("traces", []))
+    return shlex.join([*shlex.split(command), *_words(options), *given.get("settings", []), *traces])
+
+
+def _words(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if value in (None, False, []) or name in ("settings", "traces", *_GONE):
+            continue
+        yield f"--{name.replace('_', '-')}"
+        if name == "arctic":
+            yield "FOLDER"
+        elif value is not True:
+            yield from map(str, value if isinstance(value, list) else [value])
 
 
 def git(*words: str) -> str:
@@ -155,10 +117,9 @@ def main() -> None:
     for path in sorted(RESULTS.iterdir()):
         if path.suffix not in (".json", ".jsonl", ".txt"):  # the others are made of these
             continue
-        name, commits = name_of(path), commits_of(path)
-        ages = [changes_since(commit, SOURCES[name].judges) for commit in commits]
-        row = {"file": path.name, "commit": commits, "later changes": ages, "again": f"`{command_of(name)}`"}
-        rows.append(row)
+        commits = commits_of(path)
+        ages = [changes_since(commit, JUDGES[theme_of(path)]) for commit in commits]
+        rows.append({"file": path.name, "commit": commits, "later changes": ages, "again": f"`{command_of(path)}`"})
     print(record.table(rows))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -12,8 +13,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +30,39 @@ Row = Mapping[str, Any]
 Value = TypeVar("Value")
 
 
-def options(description: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has; `--repeats` where a default is given."""
+def options(description: str | None, *, settings: bool = False, **own: Any) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has, its `own` by their defaults, and the settings of a run.
+
+    An option is of its default's type, and a list has some of them; a type in the place of a default has none.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    if repeats is not None:
-        parser.add_argument("--repeats", type=int, default=repeats, help=f"interleaved repeats ({repeats})")
+    for name, default in {"seed": 0, **own}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **_of_default(default))
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--out", type=Path, help="folder for the result files; take them on a quiet machine only")
     parser.add_argument("--hardware", default=default_hardware(), help="name of the machine in the file's name")
+    if settings:
+        parser.add_argument("settings", nargs="*", metavar="key=value", help="further settings of the run")
     return parser
+
+
+def _of_default(default: Any) -> dict[str, Any]:
+    if isinstance(default, type):
+        return {"type": default}
+    if default is False:
+        return {"action": "store_true"}
+    shown = {"default": default, "help": f"({cell(default)})" if default != [] else None}
+    if isinstance(default, list):
+        return {"nargs": "+" if default else "*", "type": type(default[0]) if default else str, **shown}
+    return {"type": type(default), **shown}
+
+
+def begin(parser: argparse.ArgumentParser, words: Sequence[str] | None, *, threads: int | None = None) -> Any:
+    """Return what the words say, with the `start` of the benchmark; `threads` where they say nothing of them."""
+    arguments = parser.parse_args(words)
+    set_threads(arguments.threads or threads)
+    arguments.start = environment()
+    return arguments
 
 
 def default_hardware() -> str:
@@ -133,7 +159,7 @@ def commit() -> str:
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options that shape the figures; interpreters and folders of one machine are left out."""
-    left_out = ("out", "hardware", "trl_python")
+    left_out = ("out", "hardware", "trl_python", "start")
     return {name: value for name, value in vars(arguments).items() if name not in left_out}
 
 
@@ -146,12 +172,18 @@ def note_row(row: Row) -> None:
         print(cell(row), file=sys.stderr, flush=True)
 
 
+def cases(**values: Iterable[Any]) -> list[Row]:
+    """Return a case for each combination, in which the last name's value changes first."""
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
 def rows_of(cases: Iterable[Row], measure: Callable[..., Row]) -> list[Row]:
     """Return a row a case, with the case's own values first: `measure(**case)`, or the row that was taken before.
 
     Each new row is noted. The rows of before are in the file that the variable RHYMERL_BENCHMARK_KNOWN names.
     """
-    before = known_rows()
+    known = os.environ.get(KNOWN)
+    before = [json.loads(line) for line in Path(known).read_text().splitlines()] if known else []
     rows: list[Row] = []
     for case in cases:
         row = next((each for each in before if case.items() <= each.items()), None)
@@ -162,23 +194,19 @@ def rows_of(cases: Iterable[Row], measure: Callable[..., Row]) -> list[Row]:
     return rows
 
 
-def known_rows() -> list[Row]:
-    name = os.environ.get(KNOWN)
-    return [json.loads(line) for line in Path(name).read_text().splitlines()] if name else []
+@contextmanager
+def fitted(*words: str, timeout_s: float | None = None) -> Iterator[Path]:
+    """Train by `rhymerl fit` with these words in a process that dies with this one; its folder lasts as long as this.
 
-
-def measure_cases(
-    theme: str,
-    description: str | None,
-    arguments: argparse.Namespace,
-    cases: Iterable[Row],
-    measure: Callable[..., Row],
-    **more: Any,
-) -> dict[str, Any]:
-    """Measure a row a case (`rows_of`) with the threads that are asked for; print and write the result (`finish`)."""
-    set_threads(arguments.threads)
-    start = environment()
-    return finish(theme, description, arguments, rows=rows_of(cases, measure), start=start, **more)
+    Raises subprocess.TimeoutExpired, and SystemExit where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="rhymerl-fit-") as folder:
+        run = Path(folder, "run")
+        command = [sys.executable, "-m", "rhymerl", "fit", f"run_dir={run}", *words]
+        done = subprocess.run(command, timeout=timeout_s, stdout=2, preexec_fn=dying_with(os.getpid()))  # as stderr
+        if done.returncode:
+            raise SystemExit(f"rhymerl fit ended with {done.returncode}")
+        yield run
 
 
 def dying_with(parent: int) -> Callable[[], None]:
@@ -199,14 +227,13 @@ def finish(
     arguments: argparse.Namespace,
     *,
     rows: Sequence[Row],
-    start: Mapping[str, Any],
     **more: Any,
 ) -> dict[str, Any]:
-    """Print the table and last one JSON object; write both below `--out`. `start` = environment() before."""
+    """Print the table and last one JSON object; write both below `--out`."""
     result = {
         "benchmark": theme,
         "config": settings(arguments),
-        "environment": {**start, "load_at_end": round(os.getloadavg()[0], 2)},
+        "environment": {**arguments.start, "load_at_end": round(os.getloadavg()[0], 2)},
         "rows": list(rows),
         **more,
     }

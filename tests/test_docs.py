@@ -283,7 +283,7 @@ def test_every_benchmark_is_described() -> None:
     scripts = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "benchmarks").rglob("*.py")
-        if re.search(r"\boptions\(__doc__", path.read_text())
+        if re.search(r"\boptions\(\s*__doc__", path.read_text())
     }
     described = {cells[0].strip("`") for cells in table_after(DOCS / "benchmarks.md", "## What there is")}
     assert described == scripts

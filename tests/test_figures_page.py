@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import RESULTS, ROOT, SOURCES, git, name_of
+from benchmarks.figures import RESULTS, ROOT, git, theme_of
 from benchmarks.update.shared_prefixes import RANDOM
 from tests.benchmarks.test_result_files import has_history
 from tests.documents import PAGES
@@ -66,15 +66,6 @@ def of_both_sides(result: Result) -> Iterator[str]:
     ours, theirs = result["rows"]
     rollout, update = (theirs[name]["median"] / ours[name]["median"] for name in ("rollout_s", "update_s"))
     yield f"rollouts {rollout:.1f} times, the update {update:.1f} times"
-
-
-def of_overhead(result: Result) -> Iterator[str]:
-    above = sum(row["median"] > result["config"]["limit"] for row in result["rows"])
-    yield f"{above} medians are"
-
-
-def of_overlap(result: Result) -> Iterator[str]:
-    yield f"at most {1 / (1 - result['config']['update']):.2f} without bubbles"
 
 
 def of_shared_prefixes(result: Result) -> Iterator[str]:
@@ -179,21 +170,20 @@ def of_rules(result: Result) -> Iterator[str]:
 
 
 DERIVED: Mapping[str, Callable[[Result], Iterator[str]]] = {
-    "draft_overhead_xeon-2core": of_overhead,
-    "draft_rules_epyc-2core": of_rules,
-    "emulation_check_epyc-2core": of_emulation,
-    "overlap_epyc-2core": of_overlap,
-    "schedule_xeon-2core": of_schedulers,
-    "tournament_epyc-2core": of_tournament,
-    "shared_prefixes_epyc-2core": of_shared_prefixes,
-    **{name: of_both_sides for name in SOURCES if name.startswith(("trl_running", "trl_pretrained"))},
+    "draft_rules": of_rules,
+    "emulation_check": of_emulation,
+    "schedule": of_schedulers,
+    "tournament": of_tournament,
+    "shared_prefixes": of_shared_prefixes,
+    "trl_running_sum": of_both_sides,
+    "trl_pretrained": of_both_sides,
 }
 
 
 @pytest.mark.parametrize("path", SAID, ids=lambda path: path.stem)
 def test_every_figure_of_a_row_is_in_its_file(path: Path) -> None:
     result, plain = json.loads(path.read_text()), SAID[path].replace("**", "")
-    for phrase in DERIVED[name_of(path)](result) if name_of(path) in DERIVED else ():
+    for phrase in DERIVED[theme_of(path)](result) if theme_of(path) in DERIVED else ():
         assert phrase in plain
         plain = plain.replace(phrase, "")
     plain = re.sub(r"`[^`]*`|\]\([^)]*\)", "", plain)

@@ -12,11 +12,11 @@ ends early at its end token only. By --task:
 - running_sum: the quickstart's policy, which has imitated sloppy demonstrations, on its problems: a step is a quarter
   of an epoch, of 16 prompts x 8 answers x at most 128 tokens. From the second epoch on our side drafts from the answers
   before;
-- addition: SmolLM2-135M-Instruct, which `make pretrained` fetches, learns to add in its chat template: 6 prompts x 6
-  answers x at most 32 tokens;
 - sums: the model that `rhymerl warmstart --config warmstart_smollm2_sums` has made adds some 11 numbers step by step.
 
-With --train-size, both sides have so many prompts, and go through them again and again.
+With --train-size, both sides have so many prompts, and go through them again and again. --model is a GGUF file or a
+directory to begin with; --rows-per-backward are the answers in each of TRL's backwards (all, if nothing is said), and
+--micro-batch-tokens the tokens in each of ours.
 
     python -m benchmarks.against_trl.compare --trl-python PYTHON_WITH_TRL [--task echo] [--steps 100] [--seeds 3]
     python -m benchmarks.against_trl.compare --task sums --model out/warmstart_smollm2_sums --max-tokens 256 \\
@@ -40,29 +40,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.regression import echo_task
+from benchmarks.regression import echo_task, guard
 from rhymerl.config import compose, instantiate
 from rhymerl.models.policy import PolicySource
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TRL_USAGE_STATS_DISABLED": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 TIMES = ("step_s", "rollout_s", "update_s")
-PASSED_ON = (
-    "steps",
-    "prompts",
-    "group_size",
-    "max_tokens",
-    "learning_rate",
-    "threads",
-    "reward_where",
-    "rows_per_backward",
-    "micro_batch_tokens",
-)
 
 Block = Mapping[str, Any]
 
@@ -90,7 +72,6 @@ class Task:
         return list(instantiate(compose(self.config, settings).task).rows("train"))[: arguments.train_size]
 
 
-_SMOLLM2 = {"steps": 20, "warm_up": 2, "prompts": 6, "group_size": 6, "max_tokens": 32, "learning_rate": 3e-5}
 TASKS = {
     "echo": Task(
         theme="trl_echo",
@@ -112,41 +93,35 @@ TASKS = {
             "rows_per_backward": 64,
         },
     ),
-    "addition": Task(
-        theme="trl_pretrained",
-        config="smollm2",
-        reward="benchmarks.against_trl.sides.last_number",
-        defaults=_SMOLLM2,
-    ),
     "sums": Task(
         theme="trl_pretrained",
         config="smollm2_sums",
         reward="benchmarks.against_trl.sides.total",
-        defaults=_SMOLLM2,
+        defaults={"steps": 20, "warm_up": 2, "prompts": 6, "group_size": 6, "max_tokens": 32, "learning_rate": 3e-5},
     ),
 }
 
 
 def parse(words: Sequence[str] | None) -> Any:
-    parser = record.options(__doc__)
-    parser.add_argument("--task", choices=list(TASKS), default="echo")
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
-    parser.add_argument("--model", help="GGUF file or directory to begin with (default: that of the task's config)")
-    parser.add_argument("--train-size", type=int, help="prompts (default: those of the task)")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--warm-up", type=int)
-    parser.add_argument("--prompts", type=int)
-    parser.add_argument("--group-size", type=int)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--learning-rate", type=float)
-    parser.add_argument("--reward-where", choices=["pool", "main"], default="pool")
-    parser.add_argument("--rows-per-backward", type=int, help="answers in each of TRL's backwards (default: all)")
-    parser.add_argument(
-        "--micro-batch-tokens", type=int, help="tokens in each of our backwards (default: that of rhymerl)"
+    parser = record.options(
+        __doc__,
+        trl_python=str,
+        model=str,
+        train_size=int,
+        seeds=3,
+        steps=int,
+        warm_up=int,
+        prompts=int,
+        group_size=int,
+        max_tokens=int,
+        learning_rate=float,
+        rows_per_backward=int,
+        micro_batch_tokens=int,
     )
+    parser.add_argument("--task", choices=list(TASKS), default="echo")
+    parser.add_argument("--reward-where", choices=["pool", "main"], default="pool")
     parser.set_defaults(**TASKS[parser.parse_args(words).task].defaults)
-    arguments = parser.parse_args(words)
+    arguments = record.begin(parser, words)
     if arguments.warm_up >= arguments.steps:
         parser.error(f"--warm-up {arguments.warm_up}: expected less than --steps {arguments.steps}")
     return arguments
@@ -155,7 +130,6 @@ def parse(words: Sequence[str] | None) -> Any:
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parse(words)
     task = TASKS[arguments.task]
-    start = record.environment()
     blocks = run_blocks(task, arguments)
     ours, theirs = blocks["rhymerl"], blocks.get("trl")
     pairs = [(medians(a, arguments), medians(b, arguments)) for a, b in zip(ours, theirs or [], strict=False)]
@@ -164,7 +138,6 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         __doc__,
         arguments,
         rows=[{"side": side, **summary(found, arguments)} for side, found in blocks.items()],
-        start=start,
         speedup=record.spread(b["step_s"] / a["step_s"] for a, b in pairs) if pairs else None,
         versions={side: found[0]["versions"] for side, found in blocks.items()},
     )
@@ -184,7 +157,7 @@ def run_blocks(task: Task, arguments: Any) -> dict[str, list[Block]]:
             policy = Path(folder, f"policy-{seed}")
             task.source(arguments, seed).load().save(policy)
             for side in list(sides)[:: -1 if number % 2 else 1]:
-                files = {"policy": policy, "rows": data, "folder": Path(folder, f"{side}-{seed}")}
+                files = {"policy": str(policy), "rows": str(data), "folder": f"{folder}/{side}-{seed}"}
                 block = run_side(sides[side], side, {**files, "reward": task.reward, "seed": seed}, arguments)
                 blocks[side].append(block)
                 print(side, record.cell(summary([block], arguments)), file=sys.stderr, flush=True)
@@ -193,16 +166,10 @@ def run_blocks(task: Task, arguments: Any) -> dict[str, list[Block]]:
 
 def run_side(python: str, side: str, settings: Mapping[str, Any], arguments: Any) -> Block:
     """One side in a process of its own; its last line is its result."""
-    settings = {**settings, **{name: getattr(arguments, name) for name in PASSED_ON}}
-    words = [
-        word
-        for name, value in settings.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    environment = {**os.environ, **ENVIRONMENT}
-    command = [python, "-m", f"benchmarks.against_trl.{side}_side", *words]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **guard.ENVIRONMENT, "TRL_USAGE_STATS_DISABLED": "1"}
+    words = json.dumps({**record.settings(arguments), **settings})
+    command = [python, "-m", f"benchmarks.against_trl.{side}_side", words]
+    done = subprocess.run(command, env=environment, cwd=guard.ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{side} failed:\n{done.stderr[-4000:]}")
     block: Block = json.loads(done.stdout.splitlines()[-1])

@@ -26,9 +26,7 @@ class Clock(L.Callback):
     """Times from the end of a step to the end of the next, so that logging and data are in it."""
 
     def __init__(self) -> None:
-        self.steps: dict[str, list[float]] = {
-            name: [] for name in ("step_s", "rollout_s", "update_s", "reward", "length")
-        }
+        self.steps: list[dict[str, float]] = []
         self._last = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -37,20 +35,20 @@ class Clock(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *ignored: Any) -> None:
         now = time.perf_counter()
         metrics = pl_module.last_rollout.metrics
-        step = {
-            "step_s": now - self._last,
-            "rollout_s": metrics["timing_s/rollout"],
-            "update_s": float(trainer.callback_metrics["timing_s/update"]),
-            "reward": metrics["reward"],
-            "length": metrics["completions/mean_length"],
-        }
-        for name, value in step.items():
-            self.steps[name].append(value)
+        self.steps.append(
+            {
+                "step_s": now - self._last,
+                "rollout_s": metrics["timing_s/rollout"],
+                "update_s": float(trainer.callback_metrics["timing_s/update"]),
+                "reward": metrics["reward"],
+                "length": metrics["completions/mean_length"],
+            }
+        )
         self._last = now
 
 
 def main() -> None:
-    arguments = sides.side_options(__doc__).parse_args()
+    arguments = sides.settings()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="lightning")
@@ -79,7 +77,8 @@ def main() -> None:
     )
     trainer.fit(module, data)
     versions = {name: importlib.metadata.version(name) for name in ("rhymerl", "torch", "transformers", "lightning")}
-    print(json.dumps({**clock.steps, "versions": versions}))
+    steps = {name: [step[name] for step in clock.steps] for name in clock.steps[0]}
+    print(json.dumps({**steps, "versions": versions}))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def configuration(arguments: Any) -> GRPOConfig:
 
 
 def main() -> None:
-    arguments = sides.side_options(__doc__).parse_args()
+    arguments = sides.settings()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     set_seed(arguments.seed)

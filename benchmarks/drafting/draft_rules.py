@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def answers_of(records: Iterable[TraceRecord]) -> dict[str, Any]:
 
 
 def measured(trace: Path, arguments: Any) -> list[dict[str, Any]]:
-    records = list(read_trace(trace))
+    records, name = list(read_trace(trace)), trace.stem.partition(".")[0]
     rules: dict[str, Callable[[], Drafter]] = {
         "rhymerl": lambda: HistoryTreeDrafter(deterministic=True),
         "n-gram": NGramDrafter,
@@ -163,18 +163,10 @@ def measured(trace: Path, arguments: Any) -> list[dict[str, Any]]:
             drafter = make()
             totals = Replay(drafter, FixedBudget(nodes), max_running=arguments.max_running).run(records)
             drafter.close()
-            epochs = {str(epoch + 1): round(each.result()["tokens_per_pass"], 3) for epoch, each in totals.items()}
+            epochs = by_epoch({epoch: each.result()["tokens_per_pass"] for epoch, each in totals.items()})
             later = [each for epoch, each in totals.items() if epoch > min(totals)]
             overall = sum(each.tokens for each in later) / sum(each.request_passes for each in later)
-            rows.append(
-                {
-                    "trace": trace.stem.split(".")[0],
-                    "rule": rule,
-                    "nodes": nodes,
-                    "later epochs": round(overall, 3),
-                    **epochs,
-                }
-            )
+            rows.append({"trace": name, "rule": rule, "nodes": nodes, "later epochs": round(overall, 3), **epochs})
             record.note_row(rows[-1])
     return rows
 
@@ -189,27 +181,27 @@ def course(trace: Path, arguments: Any) -> dict[str, Any]:
     drafter.close()
     return {
         "accepted": budget.shares(),
-        "similarity": {str(epoch + 1): round(value, 3) for epoch, value in similarity(records).by_epoch.items()},
-        "length_same_group": {str(epoch + 1): round(value, 3) for epoch, value in lengths.same_group_by_epoch.items()},
-        "length_spearman": {str(epoch + 1): round(value, 3) for epoch, value in lengths.spearman_by_epoch.items()},
+        "similarity": by_epoch(similarity(records).by_epoch),
+        "length_same_group": by_epoch(lengths.same_group_by_epoch),
+        "length_spearman": by_epoch(lengths.spearman_by_epoch),
         "tokens_per_answer": round(float(np.mean([len(each.response_tokens) for each in records])), 1),
     }
 
 
+def by_epoch(values: Mapping[int, float]) -> dict[str, float]:
+    return {str(epoch + 1): round(value, 3) for epoch, value in values.items()}
+
+
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__)
+    parser = record.options(__doc__, nodes=[4, 8, 16], max_running=36, arctic=Path)
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--max-running", type=int, default=36)
-    parser.add_argument("--arctic", type=Path, help="folder in which arctic-inference is installed")
-    arguments = parser.parse_args(words)
+    arguments = record.begin(parser, words)
     if arguments.arctic is not None:
         sys.path.append(str(arguments.arctic))
-    start = record.environment()
     rows = [row for trace in arguments.traces for row in measured(trace, arguments)]
     courses = {trace.stem.split(".")[0]: course(trace, arguments) for trace in arguments.traces}
     arguments.arctic, arguments.traces = arguments.arctic is not None, list(courses)
-    return record.finish("draft_rules", __doc__, arguments, rows=rows, start=start, courses=courses)
+    return record.finish("draft_rules", __doc__, arguments, rows=rows, courses=courses)
 
 
 if __name__ == "__main__":

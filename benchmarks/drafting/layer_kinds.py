@@ -118,19 +118,13 @@ def keys(answer: int, *, window: int, rows: int, seed: int) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=5)
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, default=60, help="of each answer that is timed")
-    parser.add_argument("--answers", nargs="*", type=int, default=[512, 1024, 2048], help="lengths beside a window")
-    parser.add_argument("--window", type=int, default=128)
-    arguments = parser.parse_args(words)
-    record.set_threads(arguments.threads)
-    start, seed = record.environment(), arguments.seed
-    rows = []
+    parser = record.options(__doc__, repeats=5, rows=[1, 8, 32], tokens=60, answers=[512, 1024, 2048], window=128)
+    arguments = record.begin(parser, words)
+    rows, seed = [], arguments.seed
     for count in arguments.rows:
         rows += states(count, seed=seed, tokens=arguments.tokens, repeats=arguments.repeats)
     rows += [keys(each, window=arguments.window, rows=8, seed=seed) for each in arguments.answers]
-    return record.finish("layer_kinds", __doc__, arguments, rows=rows, start=start)
+    return record.finish("layer_kinds", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

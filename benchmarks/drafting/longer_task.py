@@ -154,7 +154,8 @@ def rows_of(pairs: Pairs, records: Sequence[TraceRecord], running: int) -> list[
     points, _ = emulation_check.fitted(pairs.passes(running))
     costs = replayed(records, points, running=running)
     rows = [row_of(pairs, running, [epoch], costs) for epoch in pairs.taken]
-    return [*rows, {**row_of(pairs, running, list(pairs.taken), costs), "curve_ms": milliseconds(points)}]
+    curve = " ".join(f"{tokens:.0f}:{1e3 * seconds:.3g}" for tokens, seconds in points)
+    return [*rows, {**row_of(pairs, running, list(pairs.taken), costs), "curve_ms": curve}]
 
 
 def row_of(
@@ -176,35 +177,20 @@ def row_of(
     }
 
 
-def milliseconds(points: Sequence[Sequence[float]]) -> str:
-    return " ".join(f"{tokens:.0f}:{1e3 * seconds:.3g}" for tokens, seconds in points)
-
-
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__)
-    parser.add_argument("--config", default="smollm2_sums")
-    parser.add_argument("--running", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--from-epoch", type=int, default=3)
-    parser.add_argument("--every", type=int, default=4, help="steps (4)")
-    parser.add_argument("settings", nargs="*", metavar="key=value")
-    arguments = parser.parse_args(words)
-    record.set_threads(arguments.threads)
-    start = record.environment()
+    parser = record.options(__doc__, config="smollm2_sums", running=[8, 32], from_epoch=3, every=4, settings=True)
+    arguments = record.begin(parser, words)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         own = [f"seed={arguments.seed}", f"run_dir={Path(folder) / 'run'}", "record_rollouts=true", "report=false"]
         config = compose(arguments.config, ["trainer.limit_val_batches=0", *own, *arguments.settings])
         pairs = Pairs(arguments.running, config, stack)
         records = trained(config, pairs, from_epoch=arguments.from_epoch, every=arguments.every)
         rows = [row for running in arguments.running for row in rows_of(pairs, records, running)]
-    rewards = rewards_of(records)
-    return record.finish("longer_task", __doc__, arguments, rows=rows, start=start, reward_by_epoch=rewards)
-
-
-def rewards_of(records: Sequence[TraceRecord]) -> dict[str, float]:
     by_epoch: dict[int, list[float]] = defaultdict(list)
     for each in records:
         by_epoch[each.epoch].append(each.reward)
-    return {str(epoch + 1): round(sum(values) / len(values), 3) for epoch, values in by_epoch.items()}
+    rewards = {str(epoch + 1): round(sum(values) / len(values), 3) for epoch, values in by_epoch.items()}
+    return record.finish("longer_task", __doc__, arguments, rows=rows, reward_by_epoch=rewards)
 
 
 if __name__ == "__main__":

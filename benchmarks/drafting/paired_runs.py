@@ -74,11 +74,7 @@ def finished(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=3)
-    parser.add_argument("--config", default="quickstart")
-    parser.add_argument("settings", nargs="*", metavar="key=value")
-    arguments = parser.parse_args(words)
-    start = record.environment()
+    arguments = record.begin(record.options(__doc__, repeats=3, config="quickstart", settings=True), words)
     found: list[dict[str, Any]] = []
     for number in range(arguments.repeats):
         with tempfile.TemporaryDirectory(prefix="rhymerl-pair-") as folder:
@@ -87,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         found.append(row)
         record.note_row(finished(row))
     rows = [finished(row) for row in (*found, averaged(found))]
-    return record.finish("paired_runs", __doc__, arguments, rows=rows, start=start)
+    return record.finish("paired_runs", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

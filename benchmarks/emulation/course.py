@@ -46,22 +46,15 @@ class Course:
     spent: Counter[str] = field(default_factory=Counter)  # of all workers, as VirtualWorkers has it
     policies: Path | None = None  # a folder for the policy after each `epoch_steps`
     epoch_steps: int = 1
-    held_out: list[float] = field(
-        default_factory=list
-    )  # rewards at the start and after each epoch, of problems that are not trained on
+    held_out: list[float] = field(default_factory=list)  # rewards of other problems at the start and after each epoch
     _before: Counter[str] = field(default_factory=Counter)
     _cpu_s: float = 0.0
     _launched_s: float | None = None  # CPU time at which a rollout began whose requests are not out yet
 
     def watch(self, stack: ExitStack, *, waits_for_all: bool) -> None:
         """Move the trainer's clock and take figures; if it `waits_for_all`, rollouts begin after the last answer."""
-        update, end, answer, listen = (
-            Updater.run,
-            RhymeModule.on_train_batch_end,
-            HostedWorkers.answer,
-            HostedWorkers._listen_a_while,
-        )
-        sync = HostedWorkers.sync_weights
+        update, end = Updater.run, RhymeModule.on_train_batch_end
+        answer, listen, sync = HostedWorkers.answer, HostedWorkers._listen_a_while, HostedWorkers.sync_weights
 
         def run(updater: Updater, *given: Any, **named: Any) -> Any:
             with self._off_the_clock():

@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,7 @@ from rhymerl.engine.layout import PassLayout
 from rhymerl.runs.fit import fit
 from rhymerl.training.module import RhymeModule
 
-ROWS = [
-    headline.Row("none", "fifo", "off"),
-    headline.Row("paper", "fifo", "off"),
-    headline.Row("history_tree", "fifo", "off"),
-]
+ROWS = [headline.Row(drafter, "fifo", "off") for drafter in ("none", "paper", "history_tree")]
 
 
 Pass = tuple[int, int, int, float]  # tokens, keys of rows, keys of tokens, seconds
@@ -118,47 +114,36 @@ def fitted(passes: Sequence[Pass]) -> tuple[list[list[float]], tuple[float, floa
     return costs, (float(prices[0]), float(prices[1]))
 
 
-def measured(given: Mapping[str, Any], *, seed: int) -> list[Pass]:
+def measured(arguments: Any, *, seed: int) -> list[Pass]:
     """Return passes without and with drafts of runs on this machine, but for the first ones."""
-    arguments = Namespace(**given)
     steps = arguments.epoch_steps + 2
     return [each for row in ROWS[::2] for each in run(row, arguments, seed=seed, steps=steps).passes[64:]]
 
 
 def write(path: Path, costs: Sequence[Sequence[float]], prices: tuple[float, float]) -> None:
-    names = "context_s_per_token", "context_s_per_pair"
-    path.write_text(json.dumps({"costs": costs, **dict(zip(names, prices, strict=True))}))
+    content = {"costs": costs, "context_s_per_token": prices[0], "context_s_per_pair": prices[1]}
+    path.write_text(json.dumps(content))
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=3)
-    parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
-    parser.add_argument("--max-running", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=16, help="a step")
-    parser.add_argument("--epoch-steps", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("settings", nargs="*", metavar="key=value")
-    arguments = parser.parse_args(words)
-    record.set_threads(arguments.threads or 1)
-    start = record.environment()
-    given = {**vars(arguments), "held_out": 8, "workers": 1, "weights": 0.0, "lengths": 1.0, "trainers": 1}
+    parser = record.options(
+        __doc__, repeats=3, policy="long_sum", max_running=32, prompts=16, epoch_steps=4, steps=12, settings=True
+    )
+    arguments = record.begin(parser, words, threads=1)
+    sizes = {"held_out": 8, "workers": 1, "weights": 0.0, "lengths": 1.0, "trainers": 1}
+    given = Namespace(**{**vars(arguments), **sizes})
     sys.modules.setdefault("benchmarks.emulation.emulation_check", sys.modules[__name__])
     with tempfile.TemporaryDirectory() as folder:
         before = measured(given, seed=arguments.seed + 1)
         told, curve = (Path(folder) / f"{name}.json" for name in ("told", "curve"))
         write(told, *fitted(before))
-        given["settings"] = [f"budget.costs={told}", *arguments.settings]
-        reals = [
-            [run(row, Namespace(**given), seed=arguments.seed, steps=arguments.steps) for row in ROWS]
-            for _ in range(arguments.repeats)
-        ]
+        given.settings = [f"budget.costs={told}", *arguments.settings]
+        repeats = range(arguments.repeats)
+        reals = [[run(row, given, seed=given.seed, steps=given.steps) for row in ROWS] for _ in repeats]
         costs, (key_s, pair_s) = fitted([*before, *measured(given, seed=arguments.seed + 2)])
         write(curve, costs, (key_s, pair_s))
-        given["emulate"] = str(curve)
-        emulated = [
-            [headline.run_row(row, Namespace(**given), update_s=0.0, steps=arguments.steps) for row in ROWS]
-            for _ in range(arguments.repeats)
-        ]
+        given.emulate = str(curve)
+        emulated = [[headline.run_row(row, given, update_s=0.0, steps=given.steps) for row in ROWS] for _ in repeats]
     seconds = np.array([[sum(real.rollouts[1:]) for real in repeat] for repeat in reals])
     virtual = np.array([[sum(course.rollouts[1:]) for course in repeat] for repeat in emulated])
     over_none, virtual_over_none = (each[:, :1] / each for each in (seconds, virtual))
@@ -184,7 +169,6 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         __doc__,
         arguments,
         rows=rows,
-        start=start,
         curve=costs,
         microseconds_of_a_key=1e6 * key_s,
         microseconds_of_a_pair=1e6 * pair_s,

@@ -26,7 +26,11 @@ time goes, in parts of it: nodes (that drafts add to passes and that are rejecte
 reach), draft (CPU), beside (the other CPU time), weights; and without work: update (while the trainer updates), trainer
 (while it does whatever else it does between rollouts), bubbles (while other workers decode).
 
-    python -m benchmarks.emulation.headline [--quick] [--rows NAME ...] [--plot FILE] [key=value ...]
+`--emulate` is the name of a file in benchmarks/emulated/, or a path, and `--policy` that of a folder in
+benchmarks/policies/; `--prompts` are those of a step. A load of weights takes `--weights` seconds of the device (SGLang
+takes 2.5 for a model of 30B, by its pull request 13824). `--held-out` problems are evaluated at start and end.
+
+    python -m benchmarks.emulation.headline [--quick] [--rows NAME ...] [key=value ...]
 """
 
 from __future__ import annotations
@@ -43,9 +47,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import record
-from benchmarks.emulation import timeline
 from benchmarks.emulation.course import Course
-from benchmarks.emulation.losses import draw
 from rhymerl.backends.sglang.nodes import widths_to
 from rhymerl.config import compose
 from rhymerl.runs.fit import evaluate, fit
@@ -272,16 +274,6 @@ def to_held_out(course: Course, barrier: Course) -> float | None:
     return round(float(times[0] / times[1]), 3)
 
 
-def draw_timeline(found: dict[str, Course], path: Path, *, steps: int = 4) -> None:
-    """Draw workers and trainer over the last steps of each row."""
-    panels = {}
-    for name, course in found.items():
-        assert course.workers is not None
-        start = [0.0, *course.ends][-steps - 1 :][0]
-        panels[name] = timeline.Panel(course.workers.spans, course.updates, start, course.seconds)
-    timeline.draw(panels, path, clock=" of the virtual clock")
-
-
 def held_out(course: Course, arguments: Any) -> list[float]:
     """Return the held-out rewards before the first step and after each epoch of a run whose policies were kept."""
     assert course.policies is not None
@@ -290,11 +282,7 @@ def held_out(course: Course, arguments: Any) -> list[float]:
     rewards = []
     for policy in (start, *kept):
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
-            sizes = [
-                f"model.path={policy}",
-                f"task.validation_size={arguments.judged}",
-                f"run_dir={Path(folder) / 'run'}",
-            ]
+            sizes = [f"model.path={policy}", f"task.validation_size={arguments.judged}", f"run_dir={folder}/run"]
             config = compose(config_in(folder), [*settings_of(BARRIER, arguments, steps=1), *sizes])
             rewards.append(evaluate(config)["eval/reward"])
     return rewards
@@ -308,8 +296,8 @@ def update_seconds(arguments: Any) -> float:
     return float(arguments.update / (1 - arguments.update) * sum(before.rollouts) / sum(map(sum, before.lengths)))
 
 
-def measured(chosen: Sequence[Row], arguments: Any, *, steps: int) -> tuple[list[dict[str, Any]], dict[str, Course]]:
-    """Run the rows, of which the first three are the baselines; return their figures, and their courses by name."""
+def measured(chosen: Sequence[Row], arguments: Any, *, steps: int) -> list[dict[str, Any]]:
+    """Run the rows, of which the first three are the baselines; return their figures."""
     update_s = update_seconds(arguments)
     found: dict[str, Course] = {}
     rows: list[dict[str, Any]] = []
@@ -322,32 +310,28 @@ def measured(chosen: Sequence[Row], arguments: Any, *, steps: int) -> tuple[list
         for each in chosen[len(rows) : len(found)] if ONE_STEP_OFF.name in found else []:
             rows.append(figures(each, found[each.name], found, arguments))
             record.note_row(rows[-1])
-    return rows, found
+    return rows
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
     """Return the options of all that runs rows."""
-    parser = record.options(description)
-    parser.add_argument("--emulate", default="h100_8b", help="name of a file in benchmarks/emulated/, or a path")
-    parser.add_argument("--lengths", type=float, default=32.0, help="tokens for which one of ours stands")
-    parser.add_argument("--policy", default="long_sum", help="name of a folder in benchmarks/policies/, or a path")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--trainers", type=int, default=2, help="devices of the trainer, if each is like a worker's")
-    parser.add_argument("--max-running", type=int, default=32, help="requests side by side in a worker")
-    parser.add_argument("--prompts", type=int, default=16, help="a step")
-    parser.add_argument("--epoch-steps", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--update", type=float, default=0.12)
-    parser.add_argument(
-        "--weights",
-        type=float,
-        default=0.6,
-        help="seconds of the device for a load of weights: SGLang takes 2.5 for a model of 30B (its pull request 13824)",
+    return record.options(
+        description,
+        emulate="h100_8b",
+        lengths=32.0,
+        policy="long_sum",
+        workers=4,
+        trainers=2,
+        max_running=32,
+        prompts=16,
+        epoch_steps=4,
+        steps=24,
+        update=0.12,
+        weights=0.6,
+        held_out=128,
+        judged=512,
+        settings=True,
     )
-    parser.add_argument("--held-out", type=int, default=128, help="problems of the evaluations at start and end")
-    parser.add_argument("--judged", type=int, default=512, help="held-out problems for the policy after each epoch")
-    parser.add_argument("settings", nargs="*", metavar="key=value")
-    return parser
 
 
 def check_steps(parser: argparse.ArgumentParser, arguments: Any, steps: int) -> None:
@@ -360,13 +344,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"the main rows, and {QUICK_STEPS} steps")
     parser.add_argument("--rows", nargs="*", help="names of rows, beside the three that all are compared with")
-    parser.add_argument("--plot", help="file for a picture of the rows")
-    parser.add_argument(
-        "--timeline", help="file for a picture of workers and trainer over the last four steps of each row"
-    )
-    arguments = parser.parse_args(words)
-    record.set_threads(arguments.threads or 1)
-    start = record.environment()
+    arguments = record.begin(parser, words, threads=1)
     chosen, steps = (QUICK, QUICK_STEPS) if arguments.quick else (ROWS, arguments.steps)
     check_steps(parser, arguments, steps)
     if arguments.rows is not None:
@@ -375,12 +353,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
                 f"--rows: no row is called {min(unknown)!r}; expected some of {', '.join(repr(row.name) for row in ROWS)}"
             )
         chosen = [row for row in ROWS if row in BASELINES or row.name in arguments.rows]
-    rows, found = measured(chosen, arguments, steps=steps)
-    if arguments.plot is not None:
-        draw(rows, Path(arguments.plot), arguments.emulate)
-    if arguments.timeline is not None:
-        draw_timeline(found, Path(arguments.timeline))
-    return record.finish("headline", __doc__, arguments, rows=rows, start=start)
+    rows = measured(chosen, arguments, steps=steps)
+    return record.finish("headline", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

@@ -30,17 +30,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = headline.options(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME")
     parser.set_defaults(steps=headline.QUICK_STEPS)
-    arguments = parser.parse_args(words)
+    arguments = record.begin(parser, words, threads=1)
     headline.check_steps(parser, arguments, arguments.steps)
-    record.set_threads(arguments.threads or 1)
-    start = record.environment()
     rows = []
     for name in arguments.only:
         changed = argparse.Namespace(**{**vars(arguments), **SETTINGS[name]})
         changed.settings = [*SETTINGS[name].get("settings", []), *arguments.settings]
-        found, _ = headline.measured(headline.QUICK, changed, steps=arguments.steps)
-        rows += [{"setting": name, **row} for row in found]
-    return record.finish("headline_settings", __doc__, arguments, rows=rows, start=start)
+        rows += [{"setting": name, **row} for row in headline.measured(headline.QUICK, changed, steps=arguments.steps)]
+    return record.finish("headline_settings", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

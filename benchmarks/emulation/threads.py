@@ -40,7 +40,8 @@ class ThreadBackend(HostedBackend):
     def start(
         self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext
     ) -> None:
-        self._parts = _whole(policy), drafter, budget, autocast
+        is_whole = not is_sharded(policy.model) and not is_adapted(policy.model)  # else it takes no published weights
+        self._parts = policy if is_whole else twin_of(policy), drafter, budget, autocast
         self._publisher = Publisher(policy.model, copied)
         self.remembers = not isinstance(innermost(drafter), NoDrafter)
         self.learns = listens(drafter, "learn")
@@ -72,11 +73,3 @@ class ThreadBackend(HostedBackend):
         for connection in self.connections:
             connection.join(_CLOSE_S)
         self.connections = []
-
-
-def _whole(policy: Policy) -> Policy:
-    """Return a policy that can be copied and takes the weights that are published."""
-    model = policy.model
-    if not is_sharded(model) and not is_adapted(model):
-        return policy
-    return twin_of(policy)

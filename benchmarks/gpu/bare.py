@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -19,22 +20,16 @@ from rhymerl.types import Completion, RolloutRequest, Sample
 GROUP_SIZE = 8
 
 
-def options(description: str | None, *, tokens: int = 128) -> argparse.ArgumentParser:
-    """A parser with the options of scripts in which a policy answers."""
-    parser = record.options(description)
+def options(description: str | None, **own: Any) -> argparse.ArgumentParser:
+    """A parser with the options of scripts in which a policy answers, and their own by their defaults."""
+    parser = record.options(description, tokens=128, dtype=str, **own)
     parser.add_argument("--size", choices=list(SIZES), default="0.5B")
-    parser.add_argument("--tokens", type=int, default=tokens, help=f"of an answer ({tokens})")
-    add_dtype(parser)
     return parser
-
-
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(bfloat16 on a GPU, float32 on a CPU)")
 
 
 @lru_cache(maxsize=1)
 def policy_of(size: str, dtype: str | None, seed: int) -> Policy:
-    """Return a policy of random weights on the GPU, where there is one."""
+    """Return a policy of random weights on the GPU, where there is one: in bfloat16 there, or as it is said."""
     policy = peaked_policy(size, dtype=dtype or ("bfloat16" if device() == "cuda" else "float32"), seed=seed)
     policy.model.eval()
     return policy
@@ -61,3 +56,9 @@ def answers(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Completi
 def sample(completion: Completion, reward: float = 0.0) -> Sample:
     mask = np.ones(len(completion.token_ids), np.bool_)
     return Sample(completion=completion, text="", reward=reward, rewards={}, loss_mask=mask)
+
+
+def share_equal(one: Sequence[Completion], other: Sequence[Completion]) -> float:
+    """Return the share of answers with the same tokens."""
+    pairs = zip(one, other, strict=True)
+    return float(np.mean([np.array_equal(a.token_ids, b.token_ids) for a, b in pairs]))

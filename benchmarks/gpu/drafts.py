@@ -16,10 +16,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
-
 from benchmarks import record
-from benchmarks.gpu.bare import answers, options, policy_of, requests, sample
+from benchmarks.gpu.bare import answers, options, policy_of, requests, sample, share_equal
 from rhymerl.budgets import FixedBudget
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NoDrafter
 from rhymerl.engine.engine import Engine
@@ -77,25 +75,12 @@ class Rollouts:
             return done, seconds, engine.totals.minus(before)
 
 
-def share_equal(one: Sequence[Completion], other: Sequence[Completion]) -> float:
-    pairs = zip(one, other, strict=True)
-    return float(np.mean([np.array_equal(a.token_ids, b.token_ids) for a, b in pairs]))
-
-
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = options(__doc__)
-    parser.add_argument("--running", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--nodes", type=int, default=16, help="of each request and pass (16)")
-    arguments = parser.parse_args(words)
+    arguments = record.begin(options(__doc__, running=[8, 32, 128], nodes=16), words)
     rollouts = cache(partial(Rollouts, arguments))  # not made where all rows are known
-    cases = [
-        {"size": arguments.size, "running": running, "mode": mode} for running in arguments.running for mode in DRAFTERS
-    ]
-
-    def measure(size: str, running: int, mode: str) -> dict[str, Any]:
-        return rollouts().measure(running, mode)
-
-    return record.measure_cases("gpu_drafts", __doc__, arguments, cases, measure)
+    cases = record.cases(size=[arguments.size], running=arguments.running, mode=DRAFTERS)
+    rows = record.rows_of(cases, lambda size, running, mode: rollouts().measure(running, mode))
+    return record.finish("gpu_drafts", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

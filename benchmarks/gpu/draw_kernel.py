@@ -62,11 +62,8 @@ def measure(arguments: Any, rows: int, vocabulary: int, truncation: bool) -> dic
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=10)
-    parser.add_argument("--rows", nargs="+", type=int, default=[8, 64, 256 * 16])
-    parser.add_argument("--vocabularies", nargs="+", type=int, default=[32_000, 151_936])
-    parser.add_argument("--calls", type=int, default=10)
-    arguments = parser.parse_args(words)
+    parser = record.options(__doc__, repeats=10, rows=[8, 64, 4096], vocabularies=[32_000, 151_936], calls=10)
+    arguments = record.begin(parser, words)
     if not torch.cuda.is_available():
         raise SystemExit("draw_kernel.py needs a CUDA device and triton: there is no CUDA device here")
     cases = [
@@ -75,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         for n in arguments.rows
         for on in (False, True)
     ]
-    return record.measure_cases("draw_kernel", __doc__, arguments, cases, partial(measure, arguments))
+    return record.finish("draw_kernel", __doc__, arguments, rows=record.rows_of(cases, partial(measure, arguments)))
 
 
 if __name__ == "__main__":

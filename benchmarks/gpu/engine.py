@@ -61,17 +61,13 @@ def profiled(engine: Engine) -> Mapping[str, int]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = options(__doc__)
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[0, 4, 16], help="of each request and pass")
-    parser.add_argument("--passes", type=int, default=40)
-    arguments = parser.parse_args(words)
+    arguments = record.begin(options(__doc__, running=[1, 8, 32, 128], nodes=[0, 4, 16], passes=40), words)
     cases = [
         {"size": arguments.size, "running": running, "nodes": nodes}
         for nodes in arguments.nodes
         for running in arguments.running
     ]
-    return record.measure_cases("gpu_engine", __doc__, arguments, cases, partial(measure, arguments))
+    return record.finish("gpu_engine", __doc__, arguments, rows=record.rows_of(cases, partial(measure, arguments)))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,7 @@ weights. Further settings follow the options.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks import record
@@ -28,23 +23,15 @@ SHOWN = ("steps", "rollout_s", "update_s", "rollout_tokens_per_s")
 
 def run(settings: Sequence[str]) -> dict[str, Any]:
     """Return what the run's summary says."""
-    with tempfile.TemporaryDirectory(prefix="rhymerl-fsdp2-") as folder:
-        run_dir = Path(folder) / "run"
-        words = ["-m", "rhymerl", "fit", "--config", "quickstart", *SETTINGS, f"run_dir={run_dir}", *settings]
-        done = subprocess.run([sys.executable, *words], check=False, preexec_fn=record.dying_with(os.getpid()))
-        if done.returncode:
-            raise SystemExit(f"rhymerl fit ended with {done.returncode}")
+    with record.fitted("--config", "quickstart", *SETTINGS, *settings) as run_dir:
         found = json.loads((run_dir / "summary.json").read_text())
     return {name: found[name] for name in SHOWN}
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__)
-    parser.add_argument("settings", nargs="*", help="further settings of the run")
-    arguments = parser.parse_args(words)
-    return record.measure_cases(
-        "gpu_fsdp2", __doc__, arguments, [{"strategy": "fsdp2", "ranks": 1}], lambda **_: run(arguments.settings)
-    )
+    arguments = record.begin(record.options(__doc__, settings=True), words)
+    rows = record.rows_of([{"strategy": "fsdp2", "ranks": 1}], lambda **_: run(arguments.settings))
+    return record.finish("gpu_fsdp2", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

@@ -41,14 +41,10 @@ def measure(arguments: Any, gpu: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=10)
-    parser.add_argument("--copy-mib", type=int, default=2048)
-    parser.add_argument("--matrix", type=int, default=8192, help="rows and columns (8192)")
-    arguments = parser.parse_args(words)
-    start = record.environment()
+    arguments = record.begin(record.options(__doc__, repeats=10, copy_mib=2048, matrix=8192), words)
     name = torch.cuda.get_device_name() if device() == "cuda" else "none"
     rows = record.rows_of([{"gpu": name}], partial(measure, arguments))
-    return record.finish("gpu_machine", __doc__, arguments, rows=rows, start=start)
+    return record.finish("gpu_machine", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

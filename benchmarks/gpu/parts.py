@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (  # of 0.5B
@@ -28,14 +29,6 @@ TESTS = (*ENGINE, "lightning", "pytest", "pytest_timeout", "hypothesis")
 TABLE = (*ENGINE, "lightning", "omegaconf", "sglang")
 
 
-def _command(name: str) -> tuple[str, str]:
-    return "-m", f"benchmarks.gpu.{name}"
-
-
-def _scripts(*names: str) -> tuple[str, ...]:
-    return tuple(f"benchmarks/gpu/{name}.py" for name in names)
-
-
 # -- what figures judge ------------------------------------------------------------------------------------------------
 
 DRAFTING = (
@@ -55,8 +48,13 @@ OF_SGLANG = (
     *("rhymerl/backends/sglang", "rhymerl/backends/remote", "rhymerl/backends/base.py", "rhymerl/types.py"),
     *(*DRAW, *DRAFTING),
 )
-OF_TABLE = _scripts("sglang_throughput", "sglang_servers", "sglang_work", "bare", "peaked_policy")
 OF_UPDATE = ("rhymerl/training", "rhymerl/algos", "rhymerl/models", "rhymerl/distributed", "rhymerl/types.py")
+WITH_POLICY = ("bare", "peaked_policy", "device_time")  # scripts
+WITH_SERVERS = ("sglang_servers", "sglang_work", "bare", "peaked_policy")
+
+_SHOWN = ("-v", "-W", "default", "--disable-warnings", "--timeout=240", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", *_SHOWN, "-m", "gpu")
+SMALL = "--size 0.5B --running 8 128 32 --memory 0.3"  # of a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,23 +72,55 @@ class Part:
     compiles: bool = False  # functions of numba
     only_after: str | None = None  # a part without whose rows this one would wait in vain
 
+    @classmethod
+    def of(
+        cls,
+        script: str,
+        question: str,
+        words: str = "",
+        *asked: str,
+        name: str = "",
+        needs: tuple[str, ...] = ENGINE,
+        beside: tuple[str, ...] = (),
+        judges: tuple[str, ...] = (),
+        small: str | None = None,
+        **more: Any,
+    ) -> Part:
+        """Return a script of this folder, with those `beside` it that it imports, and its options as on a line."""
+        command = ("-m", f"benchmarks.gpu.{script}")
+        return cls(
+            name=name or script,
+            question=question,
+            words=(*command, *words.split(), *asked),
+            needs=needs,
+            judges=(*(f"benchmarks/gpu/{each}.py" for each in (script, *beside)), *judges),
+            small=None if small is None else (*command, *small.split()),
+            compiles="numba" in needs and "sglang" not in needs,
+            **more,
+        )
+
 
 def parts(*, server: Sequence[str] = (), variables: Sequence[str] = ()) -> list[Part]:
     """Return all parts in the order in which they run: a GPU may be there for a quarter of an hour only.
 
     The first ones need nothing but torch and transformers and wait for no compiler.
     """
+    asked = _asked(server, variables)
+    history = "what does history bring inside SGLang at"
+    large = "--size 7B --running 8 128 --num-prompts 32 --memory 0.4 --minutes 3.5"
     return [
         *_of_the_machine(),
-        *_of_the_engine("0.5B", seconds=(55, 55)),
-        *_tables(_asked(server, variables)),
-        *_of_the_trainer(),
-        _steps(_asked(server, variables)),
-        *_of_the_engine("7B", seconds=(90, 90)),
-        *_of_the_engine("1.5B", seconds=(60, 60)),
+        *_of_the_engine("0.5B", seconds=55),
+        _table(
+            "0.5B", f"{history} 0.5B?", f"{SMALL} --minutes 4.8 --modes none history_tree stock", asked, seconds=320
+        ),
+        _table("7B", f"{history} 7B?", f"{large} --modes none history_tree", asked, seconds=240),
+        *_of_the_trainer(asked),
+        *_of_the_engine("7B", seconds=90),
+        *_of_the_engine("1.5B", seconds=60),
         _embedded(),
         _costs([*graphs(server), *server], variables),
-        *_rest(_asked(server, variables)),
+        *_rest(asked),
     ]
 
 
@@ -111,42 +141,36 @@ def gpu_tests(folder: str = "") -> list[str]:
 def _of_the_machine() -> list[Part]:
     tests = [each for each in gpu_tests() if each not in gpu_tests("sglang")]
     return [
-        Part(
-            name="machine",
-            question="what does the GPU itself do?",
-            words=_command("machine"),
+        Part.of(
+            "machine",
+            "what does the GPU itself do?",
             seconds=15,
             needs=("torch",),
-            judges=_scripts("machine", "device_time"),
-            small=(*_command("machine"), "--copy-mib", "1", "--matrix", "32", "--repeats", "2"),
+            beside=("device_time",),
+            small="--copy-mib 1 --matrix 32 --repeats 2",
         ),
-        Part(
+        Part.of(
+            "draw_kernel",
+            "what does the keyed draw cost?",
+            "--rows 8 64 1024 --vocabularies 151936 --repeats 5 --calls 3",
             name="draw",
-            question="what does the keyed draw cost?",
-            words=(
-                *(*_command("draw_kernel"), "--rows", "8", "64", "1024", "--vocabularies", "151936"),
-                *("--repeats", "5", "--calls", "3"),
-            ),
             seconds=25,
             needs=("torch", "triton"),
-            judges=(*_scripts("draw_kernel"), *DRAW),
+            judges=DRAW,
         ),
-        Part(
-            name="passes",
-            question="what is a forward pass of 0.5B and of 7B, by its tokens?",
-            words=(*_command("passes"), "--sizes", "0.5B", "7B"),
+        Part.of(
+            "passes",
+            "what is a forward pass of 0.5B and of 7B, by its tokens?",
+            "--sizes 0.5B 7B",
             seconds=70,
             needs=MODEL,
-            judges=_scripts("passes", "bare", "peaked_policy", "device_time"),
-            small=(
-                *(*_command("passes"), "--sizes", "tiny", "--counts", "1", "4", "8"),
-                *("--repeats", "1", "--threads", "1"),
-            ),
+            beside=WITH_POLICY,
+            small="--sizes tiny --counts 1 4 8 --repeats 1 --threads 1",
         ),
         Part(
             name="tests",
             question="do the tests of a GPU pass?",
-            words=(*_pytest(), *tests),
+            words=(*PYTEST, *tests),
             seconds=50,
             needs=TESTS,
             judges=(*OF_ENGINE, "rhymerl/training/offload.py", "rhymerl/testing.py", *tests),
@@ -155,130 +179,104 @@ def _of_the_machine() -> list[Part]:
     ]
 
 
-def _pytest() -> tuple[str, ...]:
-    shown = ("-v", "-W", "default", "--disable-warnings", "--timeout=240", "-p", "no:cacheprovider")
-    return ("-m", "pytest", *shown, "-m", "gpu")
-
-
-def _of_the_engine(size: str, *, seconds: tuple[float, float]) -> list[Part]:
+def _of_the_engine(size: str, *, seconds: float) -> list[Part]:
     ending = "" if size == "0.5B" else f"-{size}"
-    few = ("--size", "tiny", "--tokens", "12", "--threads", "1", "--running", "1", "3")
-    shared = ("bare", "peaked_policy", "device_time")
+    few = "--size tiny --tokens 12 --threads 1 --running 1 3"
     return [
-        Part(
+        Part.of(
+            "engine",
+            f"what is a pass of the embedded engine at {size}, in time, launches and waits?",
+            f"--size {size}",
             name=f"engine{ending}",
-            question=f"what is a pass of the embedded engine at {size}, in time, launches and waits?",
-            words=(*_command("engine"), "--size", size),
-            seconds=seconds[0],
-            needs=ENGINE,
-            judges=(*_scripts("engine", *shared), *OF_ENGINE, "rhymerl/bench/costs.py"),
-            small=None if ending else (*_command("engine"), *few, "--nodes", "0", "2", "--passes", "3"),
-            compiles=True,
+            seconds=seconds,
+            beside=WITH_POLICY,
+            judges=(*OF_ENGINE, "rhymerl/bench/costs.py"),
+            small=None if ending else f"{few} --nodes 0 2 --passes 3",
         ),
-        Part(
+        Part.of(
+            "drafts",
+            f"what does history bring to the embedded engine at {size}?",
+            f"--size {size}",
             name=f"drafts{ending}",
-            question=f"what does history bring to the embedded engine at {size}?",
-            words=(*_command("drafts"), "--size", size),
-            seconds=seconds[1],
-            needs=ENGINE,
-            judges=(*_scripts("drafts", *shared), *OF_ENGINE),
-            small=None if ending else (*_command("drafts"), *few),
-            compiles=True,
+            seconds=seconds,
+            beside=WITH_POLICY,
+            judges=OF_ENGINE,
+            small=None if ending else few,
         ),
     ]
 
 
-def _tables(asked: Sequence[str]) -> list[Part]:
-    small = ("--size", "0.5B", "--running", "8", "128", "32", "--memory", "0.3", "--minutes", "4.8")
-    large = ("--size", "7B", "--running", "8", "128", "--num-prompts", "32", "--memory", "0.4", "--minutes", "3.5")
+def _table(ending: str, question: str, words: str, asked: Sequence[str], *, seconds: float) -> Part:
+    how = "--dtype bfloat16 --repeats 1 --nodes 16 --in-turns --start-timeout-s 120"
+    return Part.of(
+        "sglang_throughput",
+        question,
+        f"{how} {words}",
+        *asked,
+        name=f"table-{ending}",
+        seconds=seconds,
+        needs=TABLE,
+        beside=WITH_SERVERS,
+        judges=OF_SGLANG,
+        only_after=None if ending == "0.5B" else "table-0.5B",
+    )
+
+
+def _of_the_trainer(asked: Sequence[str]) -> list[Part]:
+    tiny = "--size tiny --threads 1 --tokens 8"
+    short = "trainer.max_steps=1 data.prompts_per_step=2 rollout.group_size=2 rollout.max_tokens=8"
     return [
-        Part(
-            name="table-0.5B",
-            question="what does history bring inside SGLang at 0.5B?",
-            words=(*_table(), *small, "--modes", "none", "history_tree", "stock", *asked),
-            seconds=320,
-            needs=TABLE,
-            judges=(*OF_TABLE, *OF_SGLANG),
+        Part.of(
+            "update",
+            "what does an update take, with shared prompts and without?",
+            seconds=35,
+            beside=WITH_POLICY,
+            judges=OF_UPDATE,
+            small=f"{tiny} --samples 4 --repeats 1",
         ),
-        Part(
-            name="table-7B",
-            question="what does history bring inside SGLang at 7B?",
-            words=(*_table(), *large, "--modes", "none", "history_tree", *asked),
+        Part.of(
+            "peer",
+            "how fast is transformers' generate_batch?",
+            seconds=35,
+            needs=MODEL,
+            beside=WITH_POLICY,
+            small=f"{tiny} --running 2",
+        ),
+        Part.of(
+            "fsdp2",
+            "does FSDP2 run on one GPU?",
+            seconds=60,
+            needs=SETTINGS,
+            judges=(*OF_UPDATE, *OF_ENGINE, "rhymerl/backends/embedded.py"),
+            small=f"-- {short} task.train_size=4 task.validation_size=2",
+        ),
+        Part.of(
+            "steps",
+            "what does history bring to a training step with SGLang?",
+            "--size 0.5B --minutes 3.5",
+            *asked,
             seconds=240,
-            needs=TABLE,
-            judges=(*OF_TABLE, *OF_SGLANG),
+            needs=(*SETTINGS, "sglang"),
+            beside=("peaked_policy",),
+            judges=(*OF_SGLANG, *OF_UPDATE, "rhymerl/rollout"),
             only_after="table-0.5B",
         ),
     ]
 
 
-def _table() -> tuple[str, ...]:
-    how = ("--dtype", "bfloat16", "--repeats", "1", "--nodes", "16", "--in-turns", "--start-timeout-s", "120")
-    return (*_command("sglang_throughput"), *how)
-
-
-def _of_the_trainer() -> list[Part]:
-    tiny = ("--size", "tiny", "--threads", "1", "--tokens", "8")
-    short = ("trainer.max_steps=1", "data.prompts_per_step=2", "rollout.group_size=2", "rollout.max_tokens=8")
-    shared = ("bare", "peaked_policy", "device_time")
-    return [
-        Part(
-            name="update",
-            question="what does an update take, with shared prompts and without?",
-            words=_command("update"),
-            seconds=35,
-            needs=ENGINE,
-            judges=(*_scripts("update", *shared), *OF_UPDATE),
-            small=(*_command("update"), *tiny, "--samples", "4", "--repeats", "1"),
-            compiles=True,
-        ),
-        Part(
-            name="peer",
-            question="how fast is transformers' generate_batch?",
-            words=_command("peer"),
-            seconds=35,
-            needs=MODEL,
-            judges=_scripts("peer", *shared),
-            small=(*_command("peer"), *tiny, "--running", "2"),
-        ),
-        Part(
-            name="fsdp2",
-            question="does FSDP2 run on one GPU?",
-            words=_command("fsdp2"),
-            seconds=60,
-            needs=SETTINGS,
-            judges=(*_scripts("fsdp2"), *OF_UPDATE, *OF_ENGINE, "rhymerl/backends/embedded.py"),
-            small=(*_command("fsdp2"), "--", *short, "task.train_size=4", "task.validation_size=2"),
-            compiles=True,
-        ),
-    ]
-
-
-def _steps(asked: Sequence[str]) -> Part:
-    return Part(
-        name="steps",
-        question="what does history bring to a training step with SGLang?",
-        words=(*_command("steps"), "--size", "0.5B", "--minutes", "3.5", *asked),
-        seconds=240,
-        needs=(*SETTINGS, "sglang"),
-        judges=(*_scripts("steps", "peaked_policy"), *OF_SGLANG, *OF_UPDATE, "rhymerl/rollout"),
-        only_after="table-0.5B",
-    )
-
-
 def _embedded() -> Part:
-    modes = ("--modes", "embedded", "--baseline", "embedded", "--repeats", "1", "--epochs", "0")
-    size = ("--dtype", "bfloat16", "--size", "0.5B", "--running", "8", "128", "32", "--minutes", "1")
-    tiny = ("--size", "tiny", "--running", "2", "--num-prompts", "2", "--group-size", "2", "--max-tokens", "8")
-    return Part(
+    modes = "--modes embedded --baseline embedded --repeats 1 --epochs 0"
+    tiny = "--size tiny --running 2 --num-prompts 2 --group-size 2 --max-tokens 8"
+    return Part.of(
+        "sglang_throughput",
+        "how fast is the embedded engine at the tables' work?",
+        f"--dtype bfloat16 --size 0.5B --running 8 128 32 --minutes 1 {modes}",
         name="embedded",
-        question="how fast is the embedded engine at the tables' work?",
-        words=(*_command("sglang_throughput"), *size, *modes),
         seconds=90,
         needs=tuple(each for each in TABLE if each not in ("sglang", "omegaconf")),
-        judges=(*OF_TABLE, *OF_ENGINE, "rhymerl/backends/embedded.py"),
-        small=(*_command("sglang_throughput"), *tiny, "--threads", "1", *modes),
-        compiles=True,
+        beside=WITH_SERVERS,
+        judges=(*OF_ENGINE, "rhymerl/backends/embedded.py"),
+        small=f"{tiny} --threads 1 {modes}",
     )
 
 
@@ -300,24 +298,18 @@ def _costs(server: Sequence[str], variables: Sequence[str]) -> Part:
 
 def _rest(asked: Sequence[str]) -> list[Part]:
     tests = gpu_tests("sglang")
-    modes = ("--modes", "none", "ours_ngram", "ngram")  # the last one may be cut off
     return [
-        Part(
-            name="table-n-grams",
-            question="what do n-grams bring inside SGLang at 0.5B, ours and its own?",
-            words=(
-                *(*_table(), "--size", "0.5B", "--running", "8", "128", "32", "--memory", "0.3", "--minutes", "6"),
-                *(*modes, *asked),
-            ),
+        _table(
+            "n-grams",
+            "what do n-grams bring inside SGLang at 0.5B, ours and its own?",
+            f"{SMALL} --minutes 6 --modes none ours_ngram ngram",  # the last one may be cut off
+            asked,
             seconds=420,
-            needs=TABLE,
-            judges=(*OF_TABLE, *OF_SGLANG),
-            only_after="table-0.5B",
         ),
         Part(
             name="tests-sglang",
             question="do the tests of SGLang on a GPU pass?",
-            words=(*_pytest(), *tests),
+            words=(*PYTEST, *tests),
             seconds=300,
             needs=(*TESTS, "sglang"),
             judges=(*OF_SGLANG, "rhymerl/engine", "tests/sglang/engines.py", *tests),

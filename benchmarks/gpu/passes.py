@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import record
-from benchmarks.gpu.bare import add_dtype, policy_of
+from benchmarks.gpu.bare import policy_of
 from benchmarks.gpu.device_time import device, milliseconds
 
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
@@ -60,14 +60,10 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=7)
-    add_dtype(parser)
-    parser.add_argument("--sizes", nargs="+", default=["0.5B", "7B"])
-    parser.add_argument("--counts", nargs="+", type=int, default=list(TOKENS), help="tokens of a pass")
-    parser.add_argument("--calls", type=int, default=5, help="passes in a row whose mean is one time (5)")
-    arguments = parser.parse_args(words)
-    cases = [{"size": size, "tokens": tokens} for size in arguments.sizes for tokens in arguments.counts]
-    return record.measure_cases("gpu_passes", __doc__, arguments, cases, partial(measure, arguments))
+    parser = record.options(__doc__, repeats=7, dtype=str, sizes=["0.5B", "7B"], counts=list(TOKENS), calls=5)
+    arguments = record.begin(parser, words)
+    cases = record.cases(size=arguments.sizes, tokens=arguments.counts)
+    return record.finish("gpu_passes", __doc__, arguments, rows=record.rows_of(cases, partial(measure, arguments)))
 
 
 if __name__ == "__main__":

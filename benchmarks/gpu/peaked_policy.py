@@ -13,36 +13,18 @@ from rhymerl.models.policy import Policy, PolicySource
 from rhymerl.testing import make_prompt
 from rhymerl.types import Prompt
 
+_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+)
 SIZES: Mapping[str, Mapping[str, int]] = {  # of Qwen2.5; the last is for tests
-    "0.5B": {
-        "vocab_size": 151_936,
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "intermediate_size": 4864,
-    },
-    "1.5B": {
-        "vocab_size": 151_936,
-        "hidden_size": 1536,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "intermediate_size": 8960,
-    },
-    "7B": {
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18_944,
-    },
-    "tiny": {
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    },
+    size: dict(zip(_FIELDS, shape, strict=True))
+    for size, shape in {
+        "0.5B": (151_936, 896, 24, 14, 2, 4864),
+        "1.5B": (151_936, 1536, 28, 12, 2, 8960),
+        "7B": (152_064, 3584, 28, 28, 4, 18_944),
+        "tiny": (100, 32, 2, 4, 2, 64),
+    }.items()
 }
 PROMPT_TOKENS = 32  # of a random prompt
 WORDS = 1000  # tokens that a random policy uses
@@ -54,7 +36,7 @@ def peaked_policy(size: str, *, dtype: Any, seed: int) -> Policy:
 
     What comes next depends on the last tokens most, so that an answer that has left an earlier one finds back to it.
     """
-    init = {"model_type": "qwen2", "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    init = {"model_type": "qwen2", "max_position_embeddings": 4096}
     source = PolicySource(init={**init, **SIZES[size], "tie_word_embeddings": False}, dtype=dtype, seed=seed)
     with torch.device(device()):  # a CPU takes more than a minute for 7B
         policy = source.load()

@@ -60,11 +60,9 @@ def measure(arguments: Any, size: str, running: int) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = options(__doc__)
-    parser.add_argument("--running", type=int, nargs="+", default=[8, 32, 128])
-    arguments = parser.parse_args(words)
-    cases = [{"size": arguments.size, "running": running} for running in arguments.running]
-    return record.measure_cases("gpu_peer", __doc__, arguments, cases, partial(measure, arguments))
+    arguments = record.begin(options(__doc__, running=[8, 32, 128]), words)
+    cases = record.cases(size=[arguments.size], running=arguments.running)
+    return record.finish("gpu_peer", __doc__, arguments, rows=record.rows_of(cases, partial(measure, arguments)))
 
 
 if __name__ == "__main__":

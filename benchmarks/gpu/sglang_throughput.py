@@ -18,6 +18,10 @@ answers that are none's, token for token: in float32 there is no result below 0.
 so its answers are others; it goes on learning in the measured rounds, while history_tree's history stays as it was:
 `epochs` is what a mode may have seen.
 
+No round begins after `--minutes`; a round has at least `--answers-per-slot` answers for each running request, from at
+most `--num-prompts` prompts. `--memory` is the servers' mem_fraction_static on a GPU; `--server` and `--environment`
+are their further arguments (KEY=VALUE) and variables (NAME=VALUE).
+
     python -m benchmarks.gpu.sglang_throughput --size 0.5B --dtype bfloat16 --running 1 8 32 128 --minutes 8
     python -m benchmarks.gpu.sglang_throughput --model DIRECTORY --prompts FILE.jsonl --max-tokens 512
 
@@ -39,11 +43,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks import record
-from benchmarks.gpu.bare import sample
+from benchmarks.gpu.bare import sample, share_equal
 from benchmarks.gpu.peaked_policy import SIZES
 from benchmarks.gpu.sglang_servers import EMBEDDED, HISTORY, MODES, NONE, STOCK, STOCK_NGRAM, StockServer, start
 from benchmarks.gpu.sglang_work import Work, make_policy, make_prompts
@@ -219,15 +222,9 @@ def row(rounds: Sequence[Round], plain: Sequence[Round], mode: str) -> dict[str,
         "answer_tokens": round(total.tokens / sum(len(each.answers) for each in rounds), 1),
         "equal_answers": ""
         if mode in (STOCK, STOCK_NGRAM)
-        else round(statistics.fmean(itertools.starmap(equal, pairs)), 4),
+        else round(statistics.fmean(share_equal(one.answers, base.answers) for one, base in pairs), 4),
         "epochs": round(rounds[-1].epochs, 1),
     }
-
-
-def equal(one: Round, other: Round) -> float:
-    """The share of answers with the same tokens."""
-    both = zip(one.answers, other.answers, strict=True)
-    return float(np.mean([np.array_equal(a.token_ids, b.token_ids) for a, b in both]))
 
 
 def check(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> None:
@@ -242,9 +239,7 @@ def check(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> N
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    arguments = parse(words)
-    record.set_threads(arguments.threads)
-    start = record.environment()
+    arguments = record.begin(parser_of(), words)
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         say(f"Mind: {CPU_NOTE}")
@@ -265,42 +260,40 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         __doc__,
         arguments,
         rows=rows,
-        start=start,
         **record.versions(["sglang"]),
         gpu=torch.cuda.get_device_name() if has_gpu else None,
         note="" if has_gpu else CPU_NOTE,
     )
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = record.options(__doc__, repeats=3)
+def parser_of() -> argparse.ArgumentParser:
+    modes = [*MODES, STOCK, EMBEDDED]
+    parser = record.options(
+        __doc__,
+        repeats=3,
+        running=[1, 8, 32],
+        nodes=7,
+        epochs=2,
+        num_prompts=64,
+        group_size=8,
+        max_tokens=128,
+        temperature=1.0,
+        answers_per_slot=4,
+        minutes=30.0,
+        in_turns=False,
+        memory=0.15,
+        server=[],
+        environment=[],
+        start_timeout_s=600.0,
+    )
     policy = parser.add_mutually_exclusive_group()
     policy.add_argument("--model", help="directory of a checkpoint (default: the quickstart's policy)")
     policy.add_argument("--size", choices=list(SIZES), help="random peaked weights of that size instead")
     parser.add_argument("--prompts", help=".jsonl with a prompt a line (default: running sums)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    modes = [*MODES, STOCK, EMBEDDED]
-    parser.add_argument(
-        "--modes", nargs="+", choices=modes, default=list(MODES), help=f"(all but {STOCK} and {EMBEDDED})"
-    )
+    parser.add_argument("--modes", nargs="+", choices=modes, default=list(MODES))
     parser.add_argument("--baseline", choices=modes, default=NONE, help=f"the mode that others are over ({NONE})")
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32], help="requests side by side (1 8 32)")
-    parser.add_argument("--nodes", type=int, default=7, help="draft nodes of a request and pass (7)")
-    parser.add_argument("--epochs", type=int, default=2, help="of history (2)")
-    parser.add_argument("--num-prompts", type=int, default=64, help="at most (64)")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--answers-per-slot", type=int, default=4, help="of a round, at least (4)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="begin no round after these (30)")
-    parser.add_argument("--in-turns", action="store_true", help="one server at a time")
-    parser.add_argument("--memory", type=float, default=0.15, help="mem_fraction_static of each server on a GPU (0.15)")
-    parser.add_argument("--server", nargs="*", default=[], metavar="KEY=VALUE", help="further arguments of the servers")
-    parser.add_argument(
-        "--environment", nargs="*", default=[], metavar="NAME=VALUE", help="variables of their processes"
-    )
-    parser.add_argument("--start-timeout-s", type=float, default=600.0)
-    return parser.parse_args(words)
+    return parser
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ The policy has random weights of a size, whose head is sure of few tokens, and h
 that epochs repeat as in `sglang_throughput.py`. The update is as long as with any weights. One run a drafter, one after
 another.
 
+`--running` is the answers of a step, `--minutes` are for all runs, and `--server` and `--environment` are further
+arguments (KEY=VALUE) and variables (NAME=VALUE) of SGLang.
+
     python -m benchmarks.gpu.steps --size 0.5B
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,14 +26,13 @@ from benchmarks.gpu.peaked_policy import SIZES, peaked_policy
 EPOCHS, STEPS_AN_EPOCH = 4, 2
 
 
-def settings(arguments: Any, policy: Path, drafter: str, run_dir: Path) -> list[str]:
+def settings(arguments: Any, policy: Path, drafter: str) -> list[str]:
     prompts = arguments.running // arguments.group_size
     engine = [f"+backend.arguments.{word}" for word in arguments.server]
     variables = [f"+backend.environment.{word}" for word in arguments.environment]
     return [
         f"model.path={policy}",
         f"drafter={drafter}",
-        f"run_dir={run_dir}",
         f"seed={arguments.seed}",
         "backend=sglang",
         "backend.dtype=bfloat16",
@@ -59,17 +59,12 @@ def settings(arguments: Any, policy: Path, drafter: str, run_dir: Path) -> list[
 
 def run(arguments: Any, policy: Path, drafter: str, ends: float) -> dict[str, Any]:
     """A row of the summary of one run."""
-    with tempfile.TemporaryDirectory(prefix="rhymerl-steps-") as folder:
-        words = settings(arguments, policy, drafter, Path(folder) / "run")
-        command = [sys.executable, "-m", "rhymerl", "fit", "--config", "quickstart", *words]
-        left_s, dying = max(ends - time.monotonic(), 1.0), record.dying_with(os.getpid())
-        try:
-            done = subprocess.run(command, timeout=left_s, preexec_fn=dying)
-        except subprocess.TimeoutExpired as error:
-            raise SystemExit(f"drafter={drafter}: not over within --minutes={arguments.minutes:g}") from error
-        if done.returncode:
-            raise SystemExit(f"drafter={drafter}: ended with {done.returncode}")
-        found = json.loads((Path(folder) / "run" / "summary.json").read_text())
+    words = settings(arguments, policy, drafter)
+    try:
+        with record.fitted("--config", "quickstart", *words, timeout_s=max(ends - time.monotonic(), 1.0)) as run_dir:
+            found = json.loads((run_dir / "summary.json").read_text())
+    except subprocess.TimeoutExpired as error:
+        raise SystemExit(f"drafter={drafter}: not over within --minutes={arguments.minutes:g}") from error
     steps = found["steps"]
     row = {
         "drafter": drafter,
@@ -84,21 +79,16 @@ def run(arguments: Any, policy: Path, drafter: str, ends: float) -> dict[str, An
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__)
+    parser = record.options(
+        __doc__, running=128, group_size=8, max_tokens=256, nodes=16, minutes=10.0, server=[], environment=[]
+    )
     parser.add_argument("--size", choices=list(SIZES), default="0.5B")
-    parser.add_argument("--running", type=int, default=128, help="answers of a step (128)")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all runs (10)")
-    parser.add_argument("--server", nargs="*", default=[], metavar="KEY=VALUE", help="further arguments of SGLang")
-    parser.add_argument("--environment", nargs="*", default=[], metavar="NAME=VALUE", help="variables of its processes")
-    arguments = parser.parse_args(words)
-    start, ends = record.environment(), time.monotonic() + 60 * arguments.minutes
+    arguments = record.begin(parser, words)
+    ends = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="rhymerl-policy-") as folder:
         peaked_policy(arguments.size, dtype="float32", seed=arguments.seed).save(Path(folder))
         rows = [run(arguments, Path(folder), drafter, ends) for drafter in ("none", "history_tree")]
-    return record.finish("gpu_steps", __doc__, arguments, rows=rows, start=start)
+    return record.finish("gpu_steps", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

@@ -71,18 +71,11 @@ def measure(arguments: Any, samples: Sequence[Sample], shares_prefixes: bool) ->
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = options(__doc__)
-    parser.add_argument("--repeats", type=int, default=4, help="steps that are counted (4)")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
-    arguments = parser.parse_args(words)
+    arguments = record.begin(options(__doc__, repeats=4, samples=64, micro_batch_tokens=16_384), words)
     samples = cache(partial(make_samples, arguments))  # not made where all rows are known
-    cases = [{"size": arguments.size, "shares_prefixes": shares} for shares in (False, True)]
-
-    def measured(size: str, shares_prefixes: bool) -> dict[str, Any]:
-        return measure(arguments, samples(), shares_prefixes)
-
-    return record.measure_cases("gpu_update", __doc__, arguments, cases, measured)
+    cases = record.cases(size=[arguments.size], shares_prefixes=[False, True])
+    rows = record.rows_of(cases, lambda size, shares_prefixes: measure(arguments, samples(), shares_prefixes))
+    return record.finish("gpu_update", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

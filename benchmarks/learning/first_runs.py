@@ -9,12 +9,8 @@ be taken on a busy machine.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks import record
@@ -22,10 +18,8 @@ from benchmarks.regression.guard import events_of
 
 
 def measured(arguments: Any, *, config: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="rhymerl-first-") as folder:
-        run = Path(folder, "run")
-        words = ("--config", config, f"seed={arguments.seed}", f"run_dir={run}", "report=false", *arguments.settings)
-        subprocess.run([sys.executable, "-m", "rhymerl", "fit", *words], check=True, stdout=2)  # as stderr
+    words = ("--config", config, f"seed={arguments.seed}", "report=false", *arguments.settings)
+    with record.fitted(*words) as run:
         summary = json.loads((run / "summary.json").read_text())
         rewards = [round(event.value, 3) for event in events_of(run)["reward"]]
     return {
@@ -37,12 +31,10 @@ def measured(arguments: Any, *, config: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__)
-    parser.add_argument("--configs", nargs="+", default=["quickstart", "quickstart_agent"], metavar="NAME")
-    parser.add_argument("settings", nargs="*", metavar="key=value")
-    arguments = parser.parse_args(words)
-    cases = [{"config": name} for name in arguments.configs]
-    return record.measure_cases("first_runs", __doc__, arguments, cases, partial(measured, arguments))
+    parser = record.options(__doc__, configs=["quickstart", "quickstart_agent"], settings=True)
+    arguments = record.begin(parser, words)
+    rows = record.rows_of(record.cases(config=arguments.configs), partial(measured, arguments))
+    return record.finish("first_runs", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

@@ -253,13 +253,11 @@ def _row(what: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) ->
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=5)
+    parser = record.options(__doc__, repeats=5, limit=1.05)
     parser.add_argument("--base", required=True, help="commit to compare with")
     parser.add_argument("--only", nargs="+", choices=("echo", "quickstart", "rollout"), default=None)
-    parser.add_argument("--limit", type=float, default=1.05, help="ratio above which a median is red")
-    arguments = parser.parse_args(words)
+    arguments = record.begin(parser, words)
     wanted = [name for name in WORKLOADS if arguments.only is None or name.split()[0] in arguments.only]
-    start = record.environment()
     with tempfile.TemporaryDirectory(prefix="rhymerl-guard-") as folder, checkout(arguments.base) as base:
         trees = [Tree("base", base, Path(folder, "base")), Tree("new", ROOT, Path(folder, "new"))]
         for tree in trees:
@@ -268,7 +266,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     for row in rows:
         if "ratio" in row:
             row["verdict"] = "red" if row["ratio"]["median"] > arguments.limit else "ok"
-    return record.finish("guard", __doc__, arguments, rows=rows, start=start)
+    return record.finish("guard", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rhymerl.simulation import RecordedLengths, SyntheticLengths
 from rhymerl.simulation.base import LengthSource, StepWork
 
 TRACES = Path(__file__).parents[1] / "traces"
-OVER = 1.25  # RollPacker's: it asks for so many times as many answers as it trains on
+DRAWN = 2.25  # times as many answers as are asked for: the lengths of the figures are those of such draws
 PROMPT_SHARE = (
     0.65  # of the variance of a service's lengths, as normal scores, is given to the prompt: its trace does not say
 )
@@ -93,17 +93,14 @@ class Workload:
     max_running: int | None = None
 
     def steps(self, num_steps: int, seed: int) -> list[StepWork]:
-        """Return steps with more answers per prompt than a group has: surplus, and those to prompts asked again."""
-        group_size = round(OVER * self.group_size) + self.group_size
-        return self.source(prompts_per_step=self.prompts, group_size=group_size).steps(num_steps, seed)
+        source = self.source(prompts_per_step=self.prompts, group_size=round(DRAWN * self.group_size))
+        return [self._asked(work) for work in source.steps(num_steps, seed)]
 
-
-def plain(work: StepWork, group_size: int) -> StepWork:
-    """Return the step with `group_size` answers to each prompt."""
-    kept = [number for number, request in enumerate(work.requests) if request.sample < group_size]
-    return StepWork(
-        requests=[work.requests[number] for number in kept], lengths=work.lengths[kept], is_cut=work.is_cut[kept]
-    )
+    def _asked(self, work: StepWork) -> StepWork:
+        kept = [number for number, request in enumerate(work.requests) if request.sample < self.group_size]
+        return StepWork(
+            requests=[work.requests[number] for number in kept], lengths=work.lengths[kept], is_cut=work.is_cut[kept]
+        )
 
 
 def _trace(name: str) -> Callable[..., LengthSource]:

@@ -131,12 +131,6 @@ def token_share(samples: Sequence[Sample], max_tokens: int) -> float:
     return tokens[True] / tokens[False]
 
 
-def updater_of(model: Any, settings: UpdateSettings, seed: int, **more: Any) -> Updater:
-    """Return an updater by GRPO, in the model's own precision; `more` are further arguments of it."""
-    made: dict[str, Any] = {"temperature": 1.0, "backward": torch.Tensor.backward, "autocast": nullcontext, **more}
-    return Updater(model, GRPO(), settings, seed=seed, **made)
-
-
 def measured(arguments: Any, case: str) -> dict[str, Any]:
     samples, model = make_samples(case, arguments), make_model(arguments)
     settings = UpdateSettings(learning_rate=1e-7, micro_batch_tokens=arguments.micro_batch_tokens)
@@ -144,16 +138,26 @@ def measured(arguments: Any, case: str) -> dict[str, Any]:
     schedule = settings.schedule(optimizer, float("inf"))
 
     def step(shares: bool) -> None:
-        updater = updater_of(model, settings, arguments.seed, draws_exactly=True, shares_prefixes=shares)
+        updater = Updater(
+            model,
+            GRPO(),
+            settings,
+            temperature=1.0,
+            seed=arguments.seed,
+            backward=torch.Tensor.backward,
+            autocast=nullcontext,
+            draws_exactly=True,
+            shares_prefixes=shares,
+        )
         updater.run(samples, 0, optimizer=optimizer, schedule=schedule)
         updater.forget()  # as a run does: no step begins with the gradients of the one before
 
-    ways = {"rows": lambda: record.seconds(lambda: step(False)), "shared": lambda: record.seconds(lambda: step(True))}
-    times = record.interleaved(ways, repeats=arguments.repeats)
+    ways = {"rows": partial(step, False), "shared": partial(step, True)}
+    times = record.interleaved(
+        {name: partial(record.seconds, way) for name, way in ways.items()}, repeats=arguments.repeats
+    )
     ratios = [shared / rows for shared, rows in zip(times["shared"], times["rows"], strict=True)]
-    peaks = {
-        name: peak_bytes(lambda shares=shares: step(shares)) for name, shares in (("rows", False), ("shared", True))
-    }
+    peaks = {name: peak_bytes(way) for name, way in ways.items()}
     return {
         "time": record.spread(ratios),
         "tokens": round(token_share(samples, arguments.micro_batch_tokens), 3),
@@ -165,14 +169,11 @@ def measured(arguments: Any, case: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = record.options(__doc__, repeats=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--vocabulary", type=int, default=49_152)
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048)
-    arguments = parser.parse_args(words)
-    cases = [{"case": case} for case in arguments.cases]
-    return record.measure_cases("shared_prefixes", __doc__, arguments, cases, partial(measured, arguments))
+    parser = record.options(__doc__, repeats=3, layers=30, vocabulary=49_152, micro_batch_tokens=2048)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    arguments = record.begin(parser, words)
+    rows = record.rows_of(record.cases(case=arguments.cases), partial(measured, arguments))
+    return record.finish("shared_prefixes", __doc__, arguments, rows=rows)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Self
+from heapq import heappush, heapreplace
+from typing import Self, TypeVar
 
 import numpy as np
 
 from rhymerl.costs import PassCost
 from rhymerl.types import FloatArray, IndexArray
+
+Amounts = TypeVar("Amounts", IndexArray, FloatArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,14 @@ class PlainPasses:
         return float(cost.seconds(self.rows, 0 * self.rows, 0 * self.rows, seen=self.seen).sum())
 
 
-def starts_of(lengths: IndexArray, slots: int) -> IndexArray:
-    """Return the pass in which each request enters, [R], where each takes as many passes as its length."""
-    starts: list[int] = []
-    ends: list[int] = []
+def starts_of(lengths: Amounts, slots: int) -> Amounts:
+    """Return the pass in which each request enters, [R], in order, where each takes as many passes as its length."""
+    starts: list[float] = []
+    ends: list[float] = []  # a heap
     for each in lengths.tolist():
-        starts.append(heappop(ends) if len(ends) == slots else 0)
-        heappush(ends, starts[-1] + each)
-    return np.array(starts, np.int64)
+        starts.append(0 if len(ends) < slots else ends[0])
+        (heappush if len(ends) < slots else heapreplace)(ends, starts[-1] + each)
+    return np.array(starts, lengths.dtype)
 
 
 def rows_of(starts: IndexArray, lengths: IndexArray) -> IndexArray:

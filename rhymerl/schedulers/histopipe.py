@@ -14,7 +14,6 @@ import numpy as np
 from rhymerl.errors import require
 from rhymerl.schedulers.base import Move, Progress
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler, queue_of
-from rhymerl.schedulers.queue_cost import QueueLoad
 from rhymerl.types import FloatArray, RolloutRequest
 
 _PLANS = 3  # two steps may be under way, and an evaluation
@@ -105,7 +104,7 @@ class HistoPipeScheduler(PredictingScheduler):
         if self.tier == 1 or number >= num_workers:
             return single
         groups = cut(pieces, number)
-        tau = np.array([[max(map(self._time, cut(group, k + 1))) for k in range(self.max_workers)] for group in groups])
+        tau = np.array([[max(map(self.time, cut(group, k + 1))) for k in range(self.max_workers)] for group in groups])
         counts = linear_workers(tau, num_workers, train_time=self.train_time)
         if counts is None:
             return single
@@ -115,14 +114,8 @@ class HistoPipeScheduler(PredictingScheduler):
 
     def _two_steps(self, groups: Sequence[Group]) -> float:
         """Return the predicted time of two steps in a row; the second assigns the groups in the opposite order."""
-        times = np.array([self._time(share) for group, count in groups for share in cut(group, count)])
+        times = np.array([self.time(share) for group, count in groups for share in cut(group, count)])
         return float((times + times[::-1]).max())
-
-    def _time(self, share: Sequence[Piece]) -> float:
-        load = QueueLoad(self.max_running)
-        for piece in share:
-            load.add(len(piece.requests), piece.median, piece.tail, wait=piece.wait)
-        return self.cost.time(load.passes, load.total)
 
 
 def cut(pieces: Sequence[Piece], count: int) -> list[Sequence[Piece]]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from rhymerl.schedulers.base import Plan, Scheduler
 from rhymerl.schedulers.predicting import Piece, PredictingScheduler
-from rhymerl.schedulers.queue_cost import QueueLoad
 from rhymerl.schedulers.sorted import longest_first
 from rhymerl.types import RolloutRequest
 
@@ -32,14 +31,7 @@ class OnPolicyScheduler(Scheduler):
 
     def _end(self, plan: Plan, by_prompt: Mapping[str, Piece]) -> float:
         """Return when the slowest worker is predicted to finish."""
-        return max(self._time([by_prompt[request.prompt.id] for request in queue]) for queue in plan)
-
-    def _time(self, lengths: Sequence[Piece]) -> float:
-        """Return the predicted time of a queue, by the piece of each of its requests."""
-        load = QueueLoad(self.inner.max_running)
-        for each in lengths:
-            load.add(1, each.median, each.tail, wait=each.wait)
-        return self.inner.cost.time(load.passes, load.total)
+        return max(self.inner.time([by_prompt[request.prompt.id] for request in queue], whole=False) for queue in plan)
 
 
 def on_policy(scheduler: Scheduler) -> Scheduler:

@@ -12,7 +12,7 @@ from rhymerl.costs import Points
 from rhymerl.errors import at_least, check_ranges
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.schedulers.lengths import LengthPredictor
-from rhymerl.schedulers.queue_cost import QueueCost
+from rhymerl.schedulers.queue_cost import QueueCost, QueueLoad
 from rhymerl.types import Output, RolloutRequest, Sample
 
 _FASTEST = 0.1  # share of a step's episodes: these were hardly held up by others
@@ -136,6 +136,13 @@ class PredictingScheduler(Scheduler):
                 for part in ([group] if whole else [[request] for request in group])
             ]
         return pieces
+
+    def time(self, queue: Sequence[Piece], *, whole: bool = True) -> float:
+        """Return the predicted time of a queue; if not `whole`, a piece stands for one of its requests."""
+        load = QueueLoad(self.max_running)
+        for piece in queue:
+            load.add(len(piece.requests) if whole else 1, piece.median, piece.tail, wait=piece.wait)
+        return self.cost.time(load.passes, load.total)
 
     def learn(self, samples: Sequence[Sample]) -> None:
         self.lengths.learn(samples)

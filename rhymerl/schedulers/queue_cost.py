@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rhymerl.costs import Points, points_of
 from rhymerl.types import FloatArray, Sample
 
+Amount = TypeVar("Amount", float, FloatArray)
 ASSUMED: Points = ((0, 1.0), (128, 2.0))  # without measuring: a pass costs 1 + tokens / 128
 _FORGET = 0.5  # a step: acceptance follows the epochs
 
@@ -62,12 +63,8 @@ class QueueCost:
         self.tokens_per_pass = 1.0
         self.verified = 1.0
 
-    def time(self, passes: float, total: float) -> float:
-        """Return a queue's time for `total` tokens in its passes: those of its longest answer, if all run at once."""
-        return (self.base * passes + self.per_token * self.verified * total) / self.tokens_per_pass
-
-    def times(self, passes: FloatArray, total: FloatArray) -> FloatArray:
-        """Return the times of many queues at once."""
+    def time(self, passes: Amount, total: Amount) -> Amount:
+        """Return the time of a queue, or of many, for `total` tokens in its passes: if all run at once, its longest."""
         return (self.base * passes + self.per_token * self.verified * total) / self.tokens_per_pass
 
     def learn(self, samples: Sequence[Sample]) -> None:

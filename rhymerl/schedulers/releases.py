@@ -43,4 +43,4 @@ class ReleaseAwareScheduler(PredictingScheduler):
         waits = left * [self.waits.predict(request) for request in progress.requests]
         np.maximum.at(longest, progress.workers, longer + waits)
         np.add.at(total, progress.workers, likely)
-        return self.cost.times(longest, total)
+        return self.cost.time(longest, total)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
+from rhymerl.budgets.timeline import starts_of
 from rhymerl.simulation.base import Decoding
 from rhymerl.types import FloatArray
 
@@ -30,7 +29,9 @@ class Course:
         self._redo_tokens = float(decoding.redo_tokens[self._nodes])
         redone = drafts / self._redo_tokens
         passes = redone + (tokens - drafts) / decoding.tokens_per_pass
-        self._enters = _enters(passes, decoding.max_running)  # all in passes of this worker
+        slots = decoding.max_running or len(passes)
+        starts = starts_of(passes, slots) if slots < len(passes) else np.zeros(len(passes))
+        self._enters: FloatArray = starts  # all in passes of this worker
         self._redone = self._enters + redone
         leaves = self._enters + passes
         self._knots, self._times = self._clock(leaves)
@@ -67,15 +68,3 @@ class Course:
         redo = np.minimum(np.maximum(now, self._enters), self._redone) - self._enters
         plain = np.maximum(now - self._redone, 0.0) * self._decoding.tokens_per_pass
         return np.minimum(redo * self._redo_tokens + plain, self.tokens)
-
-
-def _enters(passes: FloatArray, max_running: int | None) -> FloatArray:
-    """Return the pass in which each request enters, in order, as soon as one of the slots is free."""
-    enters = np.zeros(len(passes))
-    if max_running is None or len(passes) <= max_running:
-        return enters
-    free = sorted(passes[:max_running].tolist())
-    for number, lasting in enumerate(passes[max_running:].tolist(), start=max_running):
-        enters[number] = free[0]
-        heapq.heapreplace(free, free[0] + lasting)
-    return enters

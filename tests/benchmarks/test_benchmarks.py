@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import record
 from benchmarks.emulation import headline
 from benchmarks.emulation.course import Course
 
@@ -30,6 +31,18 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+def test_an_option_is_of_the_type_of_its_default() -> None:
+    own = {"repeats": 3, "minutes": 1.0, "rows": [1, 2], "model": str, "in_turns": False, "server": []}
+    parser = record.options(None, settings=True, **own)
+    words = ["--minutes", "2", "--rows", "4", "--model", "a", "--in-turns", "--server", "b=c", "--", "x=1"]
+    for given, expected in (([], {**own, "model": None}), (words, {"minutes": 2.0, "rows": [4], "model": "a"})):
+        found = vars(parser.parse_args(given))
+        assert {name: found[name] for name in expected} == expected
+    assert (found["in_turns"], found["server"], found["settings"], found["repeats"]) == (True, ["b=c"], ["x=1"], 3)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--rows"])
+
+
 def test_draw_kernel_says_what_it_needs(run: Run) -> None:
     import torch
 
@@ -40,16 +53,13 @@ def test_draw_kernel_says_what_it_needs(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_tournament_has_a_row_for_each_rule_and_draws(run: Run, tmp_path: Path) -> None:
-    words = ("--workloads", "SmolLM2's sums", "--seeds", "2", "--steps", "6", "--out", str(tmp_path))
-    rows = run("scheduling.tournament", *words, "--hardware", "here")["rows"]
+def test_tournament_has_a_row_for_each_rule(run: Run) -> None:
+    rows = run("scheduling.tournament", "--workloads", "SmolLM2's sums", "--seeds", "2", "--steps", "6")["rows"]
     found = {(row["rule"], row["steps"]): row for row in rows}
-    assert len(found) == len(rows) == 21
+    assert len(found) == len(rows) == 18
     assert found["FIFO", "on-policy"]["tokens"] == {"median": 1, "min": 1, "max": 1}
     assert found["Laminar's repack", "one step off"]["oldest"] == 1
-    assert found["APRIL, dropping", "ends early"]["bias"]["max"] < 0.9
     assert all(row["tokens"]["median"] <= 1.001 * row["bound"] for row in rows)
-    assert len(list(tmp_path.glob("tournament_here_*.png"))) == 1
 
 
 @pytest.mark.slow
@@ -95,13 +105,6 @@ def test_comparisons_with_trl_run_our_side_alone(run: Run, task: str) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_memory_has_a_row_for_each_number_of_ranks(run: Run) -> None:
-    rows = run("update.sharded_memory", "--ranks", "2", "--hidden", "64", "--layers", "2", "--vocabulary", "64")["rows"]
-    assert [(row["sharding"], row["ranks"]) for row in rows] == [("none", 1), ("fsdp2", 2)]
-    assert rows[1]["state / none"] == pytest.approx(0.5, abs=0.02)
-
-
-@pytest.mark.slow
 def test_layer_kinds_have_a_row_a_model_and_keys_bounded_by_a_window(run: Run) -> None:
     words = ("--rows", "1", "--tokens", "15", "--answers", "60", "200", "--window", "16", "--repeats", "1")
     llama, hybrid, short, long = run("drafting.layer_kinds", *words, "--threads", "1")["rows"]
@@ -109,13 +112,6 @@ def test_layer_kinds_have_a_row_a_model_and_keys_bounded_by_a_window(run: Run) -
     assert 45 < llama["million"] < 55 > hybrid["million"] > 45
     assert llama["tokens a pass"] > 3 < hybrid["tokens a pass"]  # half of the drafts
     assert long["slots with"] == short["slots with"] < short["slots without"] < long["slots without"]
-
-
-def test_draft_overhead_has_a_row_a_cell(run: Run) -> None:
-    words = ("--rows", "1", "2", "--tokens", "4", "--policies", "random", "--prompts", "fresh", "--seconds", "0")
-    rows = run("drafting.draft_overhead", *words, "--limit", "1000")["rows"]
-    assert [row["rows"] for row in rows] == [1, 2]
-    assert all(0 < row["low"] <= row["median"] <= row["high"] for row in rows)
 
 
 @pytest.mark.slow
@@ -134,18 +130,6 @@ def test_paired_runs_has_a_row_a_pair_and_one_of_all(run: Run) -> None:
         assert row["equal_steps"] == 4
         assert row["had"] == pytest.approx(row["plain_s"] / row["own_s"], rel=0.02)
         assert row["step"] == pytest.approx(row["plain_step_s"] / row["step_s"], rel=0.02)
-
-
-@pytest.mark.slow
-def test_slow_tools_has_a_row_a_pass_and_the_memory_changes_no_reward(run: Run) -> None:
-    settings = ["task.train_size=2", "data.prompts_per_step=1", "trainer.enable_progress_bar=false"]
-    rows = run("environments.slow_tools", "--seconds", "0.01", "--passes", "2", "--", *settings)["rows"]
-    assert [(row["mode"], row["pass"]) for row in rows] == [("asked", 1), ("asked", 2), ("memory", 1), ("memory", 2)]
-    asked, memory = rows[:2], rows[2:]
-    assert [row["reward"] for row in asked] == [row["reward"] for row in memory]
-    assert [row["turns"] for row in asked] == [row["turns"] for row in memory]
-    assert all(row["remembered"] == row["saved_s"] == 0 for row in asked)
-    assert all(row["saved_s"] > 0 for row in memory)
 
 
 @pytest.mark.slow
@@ -174,10 +158,6 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
         "--rows",
         "history_tree, sorted, draft",
         "history_tree, packed, draft, one width",
-        "--timeline",
-        str(tmp_path / "t.png"),
-        "--plot",
-        str(tmp_path / "p.png"),
     ]
     settings = ["rollout.group_size=2", "rollout.max_tokens=24", "trainer.enable_progress_bar=false"]
     rows = run("emulation.headline", "--max-running", "4", *words, "--", *settings)["rows"]
@@ -208,8 +188,6 @@ def test_headline_has_a_row_for_each_way_on_a_clock_of_its_own(run: Run, tmp_pat
         assert all(0 <= part < 1 for part in row["lost"].values()), str(row["lost"])
         assert sum(row["lost"].values()) < 1
         assert row["bound"] >= row["over_barrier"] * 0.99
-    assert (tmp_path / "t.png").stat().st_size > 1000
-    assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 def test_a_row_that_there_is_not_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_servers_of_tables_capture_few_graphs_unless_somebody_has_chosen() -> No
     def server(*given: str) -> list[str]:
         parts = {part.name: part for part in gpu_parts.parts(server=given)}
         words = parts["table-7B"].words
-        return list(sglang_throughput.parse(words[2:]).server)
+        return list(sglang_throughput.parser_of().parse_args(words[2:]).server)
 
     assert server("a=b") == ["cuda_graph_bs_decode=[1,2,4,8,16,32,64,128]", "a=b"]
     assert server("cuda_graph_bs_decode=[1]") == ["cuda_graph_bs_decode=[1]"]

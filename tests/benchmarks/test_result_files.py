@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from benchmarks import record
-from benchmarks.figures import RESULTS, ROOT, SOURCES, changes_since, command_of, commits_of, git, name_of
+from benchmarks.figures import JUDGES, RESULTS, ROOT, changes_since, command_of, commits_of, git, theme_of
 
 FILES = [path for path in sorted(RESULTS.iterdir()) if path.suffix in (".json", ".jsonl", ".txt")]
 DIRTY = {  # taken with changes that no commit has: to be taken again on a quiet machine
-    "rollout_speed_xeon-2core",
+    "rollout_speed",
 }
 SHORTENED = {"arctic", "traces"}  # in the file
 
@@ -37,8 +37,8 @@ def each_file() -> Any:
     return pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 
-def test_every_result_file_has_a_source_and_every_source_a_file() -> None:
-    assert sorted(map(name_of, FILES)) == sorted(SOURCES)
+def test_every_theme_has_a_file_and_every_file_a_theme() -> None:
+    assert set(map(theme_of, FILES)) == set(JUDGES)
     tables = {path.stem for path in RESULTS.glob("*.md")}
     assert tables == {path.stem for path in FILES if path.suffix == ".json"}
 
@@ -51,12 +51,12 @@ def test_a_result_file_is_of_commits_that_are_there(path: Path) -> None:
     for commit in commits:
         assert commit != "unknown"
         git("merge-base", "--is-ancestor", commit.removesuffix("-dirty"), "HEAD")
-    assert any(commit.endswith("-dirty") for commit in commits) == (name_of(path) in DIRTY)
+    assert any(commit.endswith("-dirty") for commit in commits) == (theme_of(path) in DIRTY)
 
 
 @each_file()
 def test_what_a_figure_judges_is_there(path: Path) -> None:
-    assert [each for each in SOURCES[name_of(path)].judges if not (ROOT / each).exists()] == []
+    assert [each for each in JUDGES[theme_of(path)] if not (ROOT / each).exists()] == []
 
 
 @needs_history
@@ -80,7 +80,7 @@ class Parsed(Exception):
     """A script has read its options."""
 
 
-SCRIPTED = [path for path in FILES if " -m benchmarks." in f" {command_of(name_of(path))}"]
+SCRIPTED = [path for path in FILES if " -m benchmarks." in command_of(path)]
 
 
 @pytest.mark.parametrize("path", SCRIPTED, ids=lambda path: path.name)
@@ -99,7 +99,7 @@ def test_the_command_has_the_settings_of_the_file(path: Path, monkeypatch: pytes
     monkeypatch.setattr(record, "set_threads", lambda threads: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(record, "environment", stop)  # which every script calls before it measures
-    _, _, module, *words = shlex.split(command_of(name_of(path)))
+    _, _, module, *words = shlex.split(command_of(path))
     with pytest.raises(Parsed):
         import_module(module).main(words)
     found = json.loads(path.read_text())["config"]

@@ -34,7 +34,7 @@ class Watched(ScriptedBackend):
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return sglang_throughput.parse(["--epochs", "1", "--running", "2", "3", "--repeats", "2", *words])
+    return sglang_throughput.parser_of().parse_args(["--epochs", "1", "--running", "2", "3", "--repeats", "2", *words])
 
 
 def work_of(num_prompts: int = 6) -> Any:

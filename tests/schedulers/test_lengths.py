@@ -111,7 +111,7 @@ def test_a_queue_costs_passes_and_tokens():
     assert QueueCost().time(100, 640) == pytest.approx(100 + 640 / 128)
     cost = QueueCost([[10, 2.0], [30, 3.0], [60, 4.5]])  # 1.5 + tokens / 20
     assert cost.time(10, 40) == pytest.approx(15 + 2)
-    assert cost.times(np.array([10.0, 0.0]), np.array([40.0, 20.0])).tolist() == pytest.approx([17, 1])
+    assert cost.time(np.array([10.0, 0.0]), np.array([40.0, 20.0])).tolist() == pytest.approx([17, 1])
 
 
 def test_acceptance_makes_passes_fewer_and_tokens_dearer():

@@ -63,3 +63,12 @@ def test_answers_that_wait_for_a_slot_count():
 def test_a_scheduler_that_predicts_nothing_is_left_as_it_is():
     scheduler = FIFOScheduler()
     assert on_policy(scheduler) is scheduler
+
+
+def test_the_time_of_a_queue_is_of_whole_pieces_or_of_a_request_each():
+    scheduler = learned(SortedScheduler(costs=[(0, 1.0), (10, 2.0)]))
+    scheduler.work_for(1)
+    (piece,) = scheduler.pieces(requests()[:4], 1)
+    # A pass costs 1, and 0.1 more for a token: four answers of 100 tokens, one after another, or one of them.
+    assert scheduler.time([piece]) == pytest.approx(400 + 40)
+    assert scheduler.time([piece], whole=False) == pytest.approx(100 + 10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,39 +68,41 @@ def smoothed(curve: Curve) -> Curve:
     return Curve(steps=curve.steps, values=[sum(window) / len(window) for window in windows])
 
 
-def line_chart(
+def line_charts(
     runs: Sequence[Run],
-    metric: str,
+    metrics: Mapping[str, tuple[str, str, str]],
     *,
-    title: str,
-    caption: str,
-    y_title: str,
     reference: float | None = None,
     is_smoothed: bool = True,
     from_zero: bool = True,
-) -> Chart:
-    """Return a chart of one metric with a line a run, of the runs that have it and in which it is not 0 throughout.
+) -> list[Chart]:
+    """Return a chart of each metric, by its title, caption and unit.
 
-    Where it `is_smoothed`, the line is the mean of five steps, and steps are dots.
+    It has a line a run, of the runs that have the metric and in which it is not 0 throughout. Where it `is_smoothed`,
+    the line is the mean of five steps, and steps are dots.
     """
-    chosen = [run for run in runs if run.has(metric)]
-    series: list[Series] = []
-    for run in chosen:
-        colour, curve = run_colour(runs.index(run)), run.curves[metric]
-        if is_smoothed and len(curve.steps) > _WINDOW:
-            series += step_series(run, runs, curve, colour)
-        else:
-            series.append(series_of(run.name, curve, colour))
-    return Chart(
-        id=metric.replace("/", "-"),
-        title=title,
-        caption=caption,
-        x_title=next((run.step_name for run in chosen), ""),
-        y_title=y_title,
-        series=series,
-        reference=reference,
-        from_zero=from_zero,
-    )
+    charts = []
+    for metric, (title, caption, unit) in metrics.items():
+        chosen = [run for run in runs if run.has(metric)]
+        series: list[Series] = []
+        for run in chosen:
+            colour, curve = run_colour(runs.index(run)), run.curves[metric]
+            if is_smoothed and len(curve.steps) > _WINDOW:
+                series += step_series(run, runs, curve, colour)
+            else:
+                series.append(series_of(run.name, curve, colour))
+        chart = Chart(
+            id=metric.replace("/", "-"),
+            title=title,
+            caption=caption,
+            x_title=next((run.step_name for run in chosen), ""),
+            y_title=unit,
+            series=series,
+            reference=reference,
+            from_zero=from_zero,
+        )
+        charts.append(chart)
+    return charts
 
 
 def step_series(run: Run, runs: Sequence[Run], curve: Curve, colour: str) -> list[Series]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rhymerl.report.answers import ratios
 from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, Series, line_chart, of_run, run_colour, series_of
+from rhymerl.report.charts.base import Chart, Series, line_charts, of_run, run_colour, series_of
 
 _SOURCES = {
     "own": "own text",
@@ -16,6 +16,18 @@ _SOURCES = {
     "history": "history",
     "run_ahead": "run-ahead",
     "other": "other prompts",
+}
+_GAINS = {
+    "rollout/spec_accept_length": (
+        "Acceptance length",
+        "Tokens that a request got in a forward pass; 1 without drafts.",
+        "tokens",
+    ),
+    "rollout/speedup": (
+        "Speed-up by drafts",
+        "The time that the same answers would have taken without drafts, over the time they took; below 1 drafts cost time.",
+        "times as fast",
+    ),
 }
 _NUM_DEPTHS = 8
 _NUM_PERIODS = 4
@@ -27,24 +39,7 @@ def draft_charts(runs: Sequence[Run]) -> list[Chart]:
     if not drafted:
         return []
     return [
-        line_chart(
-            runs,
-            "rollout/spec_accept_length",
-            title="Acceptance length",
-            caption="Tokens that a request got in a forward pass; 1 without drafts.",
-            y_title="tokens",
-            reference=1,
-            from_zero=False,
-        ),
-        line_chart(
-            runs,
-            "rollout/speedup",
-            title="Speed-up by drafts",
-            caption="The time that the same answers would have taken without drafts, over the time they took; below 1 drafts cost time.",
-            y_title="times as fast",
-            reference=1,
-            from_zero=False,
-        ),
+        *line_charts(runs, _GAINS, reference=1, from_zero=False),
         _acceptance_by_epoch(runs),
         *(_acceptance_by_position(run, runs) for run in drafted),
         *(_origins(run, runs) for run in drafted),

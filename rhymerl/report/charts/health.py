@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rhymerl.report.base import Run
-from rhymerl.report.charts.base import Chart, line_chart
+from rhymerl.report.charts.base import Chart, line_charts
 
 _CHARTS = {  # by metric: title, caption and unit
     "entropy": ("Entropy", "Of the policy at trained tokens; near 0 it explores no more.", "nats"),
@@ -24,6 +24,7 @@ _CHARTS = {  # by metric: title, caption and unit
 def health_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
-        line_chart(runs, name, title=title, caption=words, y_title=unit, is_smoothed=name != "learning_rate")
-        for name, (title, words, unit) in _CHARTS.items()
+        chart
+        for name, words in _CHARTS.items()
+        for chart in line_charts(runs, {name: words}, is_smoothed=name != "learning_rate")
     ]

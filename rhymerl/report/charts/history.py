@@ -6,38 +6,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, Series, line_chart, run_colour
+from rhymerl.report.charts.base import Chart, Series, line_charts, run_colour
 
 _AGE = "history/hit_epoch_age"
+_AGES = {
+    _AGE: (
+        "Age of what was right",
+        "Mean age of the answers that accepted draft tokens came from, in epochs before the prompt's newest answers. Steps without such tokens are left out.",
+        "epochs",
+    )
+}
+_SIZES = {
+    "history/tokens": ("Tokens in the history", "Tokens of the earlier answers that drafts may come from.", "tokens"),
+    "history/bytes": (
+        "Bytes of the history",
+        "Bytes of the token ids of these answers and their prompts.",
+        "bytes",
+    ),
+}
 
 
 def history_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
         _similarity(runs),
-        line_chart(
-            runs,
-            "history/tokens",
-            title="Tokens in the history",
-            caption="Tokens of the earlier answers that drafts may come from.",
-            y_title="tokens",
-            is_smoothed=False,
-        ),
-        line_chart(
-            runs,
-            "history/bytes",
-            title="Bytes of the history",
-            caption="Bytes of the token ids of these answers and their prompts.",
-            y_title="bytes",
-            is_smoothed=False,
-        ),
-        line_chart(
-            [_where_history_was_right(run) for run in runs],
-            _AGE,
-            title="Age of what was right",
-            caption="Mean age of the answers that accepted draft tokens came from, in epochs before the prompt's newest answers. Steps without such tokens are left out.",
-            y_title="epochs",
-        ),
+        *line_charts(runs, _SIZES, is_smoothed=False),
+        *line_charts([_where_history_was_right(run) for run in runs], _AGES),
     ]
 
 

@@ -10,7 +10,7 @@ from rhymerl.report.charts.base import (
     Chart,
     Series,
     area_of,
-    line_chart,
+    line_charts,
     named,
     of_run,
     run_colour,
@@ -21,6 +21,18 @@ from rhymerl.report.charts.base import (
 from rhymerl.report.paired import paired_difference
 
 _GAP = "sampling/sampling_logp_difference"
+_LINES = {
+    "completions/clipped_ratio": (
+        "Answers cut off",
+        "Share of answers that reached rollout.max_tokens before they ended.",
+        "share of answers",
+    ),
+    "off_policy/staleness/mean": (
+        "Staleness",
+        "Updates between the policy that sampled a token and the one that it trained, mean over tokens.",
+        "updates",
+    ),
+}
 _SOURCES = {"precision": "precision", "age": "age of the weights", "truncation": "truncation, replayed"}
 
 
@@ -30,20 +42,7 @@ def learning_charts(runs: Sequence[Run]) -> list[Chart]:
         _reward(runs),
         *_paired(runs),
         _lengths(runs),
-        line_chart(
-            runs,
-            "completions/clipped_ratio",
-            title="Answers cut off",
-            caption="Share of answers that reached rollout.max_tokens before they ended.",
-            y_title="share of answers",
-        ),
-        line_chart(
-            runs,
-            "off_policy/staleness/mean",
-            title="Staleness",
-            caption="Updates between the policy that sampled a token and the one that it trained, mean over tokens.",
-            y_title="updates",
-        ),
+        *line_charts(runs, _LINES),
         *(_gap(run, runs) for run in runs if f"{_GAP}/mean" in run.curves),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, line_chart, of_run, series_of
+from rhymerl.report.charts.base import Chart, line_charts, of_run, series_of
 
 _PARTS = {  # in the order of a step
     "rollout": "rollout",
@@ -16,6 +16,14 @@ _PARTS = {  # in the order of a step
     "advantage": "advantages",
     "update": "update",
 }
+_SPEEDS = {
+    "rollout/tokens_per_s": ("Rollout speed", "Response tokens a second of the rollout.", "tokens a second"),
+    "rollout/bubble_frac": (
+        "Bubbles",
+        "Share of the workers' time in rollouts in which they had nothing to decode.",
+        "share of time",
+    ),
+}
 _REST = "the rest"
 _COLOURS = {"rollout": "rollout", "update": "update", _REST: "rest"}  # of parts; others have numbers
 
@@ -24,20 +32,7 @@ def time_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
         *(_parts(run, runs) for run in runs if "timing_s/step" in run.curves),
-        line_chart(
-            runs,
-            "rollout/tokens_per_s",
-            title="Rollout speed",
-            caption="Response tokens a second of the rollout.",
-            y_title="tokens a second",
-        ),
-        line_chart(
-            runs,
-            "rollout/bubble_frac",
-            title="Bubbles",
-            caption="Share of the workers' time in rollouts in which they had nothing to decode.",
-            y_title="share of time",
-        ),
+        *line_charts(runs, _SPEEDS),
     ]
 
 

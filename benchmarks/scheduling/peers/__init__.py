@@ -1,1 +1,0 @@
-"""Rules of other systems on rhymerl's Scheduler, one a file, for tournament.py."""
