@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from rhymerl.cli.interrupt import Interrupt
@@ -29,6 +30,7 @@ class Subcommand(ABC):
     """One word after `rhymerl`. The first line of a subclass's docstring is its help."""
 
     name: ClassVar[str]
+    word: ClassVar[str | None] = None  # the argument that may stand anywhere among the overrides
 
     @property
     def help(self) -> str:
@@ -42,8 +44,17 @@ class Subcommand(ABC):
         """Options beyond the common ones."""
 
     def claim(self, arguments: Namespace, words: Sequence[str]) -> list[str]:
-        """Take from the words that argparse does not know what is no override; returns the others."""
-        return list(words)
+        """Take from the words that argparse does not know what is no override, such as `word`; returns the others."""
+        if self.word is None:
+            return list(words)
+        given = [each for each in (getattr(arguments, self.word), *words) if each is not None]
+        claimed = next((each for each in given if _is_no_override(each)), None)
+        setattr(arguments, self.word, claimed)
+        return [each for each in given if each is not claimed]
+
+
+def _is_no_override(word: str) -> bool:
+    return not word.startswith(("-", "~")) and ("=" not in word or Path(word).is_dir())
 
 
 class ConfiguredCommand(Subcommand):
@@ -53,6 +64,7 @@ class ConfiguredCommand(Subcommand):
     needs: ClassVar[str] = "--config"
     config_help: ClassVar[str] = "a packaged config or your own .yaml"
     default_config: ClassVar[str | None] = None
+    takes: ClassVar[str | None] = None  # the command whose configs it takes, if not its own
     is_told_early: ClassVar[bool] = False  # with a line on stdout before libraries are loaded that take seconds
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -98,7 +110,7 @@ class ConfiguredCommand(Subcommand):
 
     def kind(self, arguments: Namespace) -> str:
         """Return the command whose configs this one takes."""
-        return self.name
+        return self.takes or self.name
 
     def progress(self) -> ProgressBar:
         """Return the progress display of the command, on the first rank."""

@@ -21,13 +21,14 @@ class JudgingCommand(ConfiguredCommand):
         """Return the settings with the first of the parts; `parts` has all of them by name."""
         from rhymerl.config.composition import parse
 
+        read = {word: parse([word])[0] for word in overrides}
         lists = [
-            word for word in overrides if (one := parse([word])[0]).key == self.part and isinstance(one.value, list)
+            word for word, each in read.items() if each.key_or_group == self.part and isinstance(each.value(), list)
         ]
         self.parts: dict[str, Any] = {}
         if not lists:
             return super().compose(arguments, overrides)
-        names = parse(lists)[-1].value
+        names: Any = read[lists[-1]].value()
         if len(set(map(str, names))) < max(len(names), 2) or not all(isinstance(name, str) for name in names):
             raise UsageError(f"{lists[-1]}: expected at least two names, none of them twice")
         if arguments.print_config:

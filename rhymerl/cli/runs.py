@@ -46,19 +46,12 @@ class FitCommand(ConfiguredCommand):
 class RunCommand(ConfiguredCommand):
     """A command on the directory of a run, RUN, with the run's own config."""
 
-    def kind(self, arguments: Namespace) -> str:
-        return "fit"
+    word = "run"
+    takes = "fit"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
         parser.add_argument("run", metavar="RUN", nargs="?", help="the directory of a run; it brings its config")
-
-    def claim(self, arguments: Namespace, words: Sequence[str]) -> list[str]:
-        """RUN may stand anywhere among the overrides, which argparse cannot tell from it."""
-        bare = [word for word in (arguments.run, *words) if word is not None]
-        runs = [word for word in bare if _may_be_run(word)]
-        arguments.run = runs[0] if runs else None
-        return [word for word in bare if word is not arguments.run]
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         if arguments.run is not None:
@@ -138,10 +131,6 @@ class EvaluateCommand(RunCommand):
         return _said_once(evaluate(config, progress=progress))
 
 
-def _may_be_run(word: str) -> bool:
-    return not word.startswith(("-", "~")) and ("=" not in word or Path(word).is_dir())
-
-
 def _split_run(word: str) -> tuple[Path, int | None]:
     """Return the directory and the step of RUN@STEP; None for the newest one."""
     name, at, step = word.rpartition("@")
@@ -178,10 +167,8 @@ class PlanCommand(ConfiguredCommand):
     name = "plan"
     usage = "[key=value ...] [--config NAME|PATH] [--device-gib GIB]"
     default_config = "base"
+    takes = "fit"
     is_told_early = True
-
-    def kind(self, arguments: Namespace) -> str:
-        return "fit"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)

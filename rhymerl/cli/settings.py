@@ -55,19 +55,13 @@ class ExplainCommand(ConfiguredCommand):
     """explain a setting (SETTING): its type, default, documentation, and where it is set"""
 
     name = "explain"
+    word = "setting"
     usage = "SETTING [key=value ...] [--config NAME|PATH]"
     default_config = "base"
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         super().add_arguments(parser)
         parser.add_argument("setting", metavar="SETTING", nargs="?", help="such as update.learning_rate, or a section")
-
-    def claim(self, arguments: Namespace, words: Sequence[str]) -> list[str]:
-        """SETTING may stand anywhere among the overrides."""
-        given = [word for word in (arguments.setting, *words) if word is not None]
-        bare = [word for word in given if "=" not in word and not word.startswith(("-", "~"))]
-        arguments.setting = bare[0] if bare else None
-        return [word for word in given if word is not arguments.setting]
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
         if arguments.setting is None:

@@ -17,14 +17,13 @@ from rhymerl.lazy import lazy_names
 if TYPE_CHECKING:
     from rhymerl.config.composition import compose
     from rhymerl.config.files import packaged_names
-    from rhymerl.config.output import keep_former, recorded, resolved, save_config, to_yaml, with_names
+    from rhymerl.config.output import recorded, resolved, save_config, to_yaml, with_names
 
 __all__ = [
     "compose",
     "construct",
     "describe",
     "instantiate",
-    "keep_former",
     "packaged_names",
     "plain",
     "recorded",

@@ -10,7 +10,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rhymerl.config.targets import import_target
-from rhymerl.config.tree import is_component
+from rhymerl.config.tree import is_component, join
+from rhymerl.errors import ConfigError
 from rhymerl.types import MaybeInfinite
 
 _SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {  # the types of values that may fit, and what is expected
@@ -27,45 +28,40 @@ _SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {
     **dict.fromkeys((abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection), list),
     **dict.fromkeys((abc.Set, abc.MutableSet), set),
 }
-_NOT_JUDGED = (Any, object, type, abc.Callable, abc.Iterator, abc.Hashable)
+_NO_CLASSES = (*_SCALARS, *_MAPPINGS, *_SEQUENCES, Any, object, type, abc.Callable, abc.Iterator, abc.Hashable)
 
 
-class Misfit(Exception):  # noqa: N818 - not an error of the program's, and always turned into one that names the setting
-    """`value` at `location` (such as `.weight` or `[0]`) within the judged value is not what `expected` says."""
+def fit(value: Any, annotation: Any, setting: str) -> Any:
+    """Return `value` as the annotation wants it: 1 becomes 1.0 for a float, text a Path, a list a tuple.
 
-    def __init__(self, value: Any, expected: str, *, location: str = "") -> None:
-        super().__init__(f"{value!r}: expected {expected}")
-        self.value = value
-        self.expected = expected
-        self.location = location
-
-
-def fit(value: Any, annotation: Any) -> Any:
-    """Return `value` as the annotation wants it: 1 becomes 1.0 for a float, text a Path, a list a tuple. Raises Misfit.
-
-    A component may stand as its object or as its node, whose class is then compared.
+    A component may stand as its object or as its node, whose class is then compared. Raises ConfigError, which begins
+    with the place of what does not fit: the setting, or in it such as `.weight` or `[0]`.
     """
     kind, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if kind in (Union, UnionType):
-        return _fit_union(value, annotation, arguments)
+        return _fit_union(value, annotation, arguments, setting)
     if kind is Annotated:
         may_be_infinite = get_args(MaybeInfinite)[1] in arguments[1:]
         is_infinite = isinstance(value, float) and math.isinf(value)
-        return value if may_be_infinite and is_infinite else fit(value, arguments[0])
+        return value if may_be_infinite and is_infinite else fit(value, arguments[0], setting)
     if kind is Literal:
         if any(type(choice) is type(value) and choice == value for choice in arguments):
             return value
-        raise Misfit(value, in_words(annotation))
+        raise _misfit(value, in_words(annotation), setting)
     if kind in _SCALARS:
-        return _fit_scalar(value, kind)
+        return _fit_scalar(value, kind, setting)
     if kind in _MAPPINGS:
         if not isinstance(value, Mapping):
-            raise Misfit(value, "mapping")
+            raise _misfit(value, "mapping", setting)
         of_key, of_value = arguments or (Any, Any)
-        return {fit(key, of_key): _fit_inside(item, of_value, f".{key}") for key, item in value.items()}
+        return {fit(key, of_key, setting): fit(item, of_value, f"{setting}.{key}") for key, item in value.items()}
     if kind in _SEQUENCES:
-        return _fit_sequence(value, annotation, kind, arguments)
-    return _fit_class(value, kind) if _is_class(kind) else value
+        return _fit_sequence(value, annotation, kind, arguments, setting)
+    return _fit_class(value, kind, setting) if _is_class(kind) else value
+
+
+def _misfit(value: Any, expected: str, setting: str) -> ConfigError:
+    return ConfigError(f"{setting}={value!r}: expected {expected}")
 
 
 def wants_component(text: str, annotation: Any) -> bool:
@@ -73,8 +69,8 @@ def wants_component(text: str, annotation: Any) -> bool:
     if not any(map(_is_class, _members(annotation))):
         return False
     try:
-        fit(text, annotation)
-    except Misfit:
+        fit(text, annotation, "")
+    except ConfigError:
         return True
     return False
 
@@ -120,13 +116,11 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 def _is_class(kind: Any) -> bool:
     """Return whether only objects of a class of its own fit: a component."""
-    if not isinstance(kind, type) or kind in _SCALARS or kind in _MAPPINGS or kind in _SEQUENCES:
-        return False
-    return kind not in _NOT_JUDGED and not getattr(kind, "_is_protocol", False)
+    return isinstance(kind, type) and kind not in _NO_CLASSES and not getattr(kind, "_is_protocol", False)
 
 
-def _fit_scalar(value: Any, kind: Any) -> Any:
-    """Return a scalar as `kind`; raise Misfit if it is none.
+def _fit_scalar(value: Any, kind: Any, setting: str) -> Any:
+    """Return a scalar as `kind`; raise ConfigError if it is none.
 
     1e4 and text such as an environment variable's are whole numbers; YAML takes 1e-4 for text; a name may look like a
     number.
@@ -134,64 +128,57 @@ def _fit_scalar(value: Any, kind: Any) -> Any:
     types, expected = _SCALARS[kind]
     is_fraction = kind is int and isinstance(value, float) and not value.is_integer()
     if not isinstance(value, types) or is_fraction or (isinstance(value, bool) and kind is not bool):
-        raise Misfit(value, expected)
+        raise _misfit(value, expected, setting)
     if kind is NoneType:
         return None
     try:
         fitted = kind(value)
     except ValueError:
-        raise Misfit(value, expected) from None
+        raise _misfit(value, expected, setting) from None
     if kind is float and not math.isfinite(fitted):  # YAML takes 1e400 for infinity
-        raise Misfit(fitted, "a finite number")
+        raise _misfit(fitted, "a finite number", setting)
     return fitted
 
 
-def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...]) -> Any:
+def _fit_union(value: Any, annotation: Any, members: tuple[Any, ...], setting: str) -> Any:
     """Return the first member that takes the value as it is, else the first that can convert it."""
     classes = tuple(member for member in members if _is_class(member))
     converted: list[Any] = []
-    misfits: list[Misfit] = []
+    errors: list[ConfigError] = []
     for member in classes if is_component(value) and classes else members:
         try:
-            fitted = fit(value, member)
-        except Misfit as misfit:
-            misfits.append(misfit)
+            fitted = fit(value, member, setting)
+        except ConfigError as error:
+            errors.append(error)
             continue
         if type(fitted) is type(value):
             return fitted
         converted.append(fitted)
     if converted:
         return converted[0]
-    inner = misfits[0] if len(misfits) == 1 else next((misfit for misfit in misfits if misfit.location), None)
-    raise inner or Misfit(value, in_words(annotation))
+    inside = [error for error in errors if len(errors) == 1 or not str(error).startswith(f"{setting}=")]
+    raise inside[0] if inside else _misfit(value, in_words(annotation), setting)
 
 
-def _fit_sequence(value: Any, annotation: Any, kind: Any, arguments: tuple[Any, ...]) -> Any:
+def _fit_sequence(value: Any, annotation: Any, kind: Any, arguments: tuple[Any, ...], setting: str) -> Any:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, abc.Iterable):
-        raise Misfit(value, in_words(annotation))
+        raise _misfit(value, in_words(annotation), setting)
     items = list(value)
     each = [arguments[0] if arguments else Any] * len(items)
     if kind is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(items) != len(arguments):
-            raise Misfit(value, f"list of {len(arguments)} values")
+            raise _misfit(value, f"list of {len(arguments)} values", setting)
         each = list(arguments)
-    fitted = [_fit_inside(item, of, f"[{i}]") for i, (item, of) in enumerate(zip(items, each, strict=True))]
+    fitted = [fit(item, of, f"{setting}[{index}]") for index, (item, of) in enumerate(zip(items, each, strict=True))]
     return _SEQUENCES[kind](fitted)
 
 
-def _fit_inside(value: Any, annotation: Any, location: str) -> Any:
-    try:
-        return fit(value, annotation)
-    except Misfit as misfit:
-        raise Misfit(misfit.value, misfit.expected, location=location + misfit.location) from None
-
-
-def _fit_class(value: Any, kind: type) -> Any:
+def _fit_class(value: Any, kind: type, setting: str) -> Any:
     if not is_component(value):
         if isinstance(value, kind):
             return value
-        raise Misfit(value, in_words(kind))
-    target = import_target(value["_target_"], setting="_target_")
+        raise _misfit(value, in_words(kind), setting)
+    target = import_target(value["_target_"], setting=join(setting, "_target_"))
     if isinstance(target, type) and not issubclass(target, kind):
-        raise Misfit(value["_target_"], f"{_one_of(kind)}, which {target.__name__} is not")
+        raise _misfit(value["_target_"], f"{_one_of(kind)}, which {target.__name__} is not", setting)
     return value

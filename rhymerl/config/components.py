@@ -9,9 +9,9 @@ from pathlib import PurePath
 from types import FunctionType
 from typing import Any, TypeVar
 
-from rhymerl.config.annotations import Misfit, fit
+from rhymerl.config.annotations import fit
 from rhymerl.config.targets import REQUIRED, Signature, import_target, signature_of
-from rhymerl.config.tree import ABSENT, find, is_component, join, origin
+from rhymerl.config.tree import is_component, join, origin
 from rhymerl.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -36,18 +36,16 @@ def instantiate(
 
 
 def _build(node: object, key: str, config: Mapping[str, Any]) -> Any:
-    """Build what stands at `key` of a config, whose links are followed; {} is none, and then nothing is a link."""
+    """Build a node without links, which stands at `key` of a config; outside one, {}, text may name the environment."""
     if isinstance(node, Mapping | Sequence) and not isinstance(node, dict | list | tuple | str | bytes):
         node, key, config = _opened(node, key)
-    place = origin(config, key)
-    if place != key and (linked := find(config, place)) is not ABSENT:
-        key, node = place, linked
-    if isinstance(node, str):
-        return _evaluated(node, key, config)
+    if isinstance(node, str) and "${oc.env:" in node and not config:  # a checkpoint's
+        from rhymerl.config.interpolation import evaluate
+
+        return evaluate(node, {}, key)
     if isinstance(node, Mapping):
-        places = {name: origin(config, join(key, name)) for name in node}
         values = {name: _build(value, join(key, name), config) for name, value in node.items()}
-        return _construct(values, key, places) if is_component(values) else values
+        return _construct(values, key, config) if is_component(values) else values
     if isinstance(node, list | tuple):
         items = [_build(item, join(key, index), config) for index, item in enumerate(node)]
         return tuple(items) if isinstance(node, tuple) else items
@@ -55,43 +53,34 @@ def _build(node: object, key: str, config: Mapping[str, Any]) -> Any:
 
 
 def _opened(node: Any, key: str) -> tuple[Any, str, Mapping[str, Any]]:
-    """Return a node of OmegaConf's in plain containers, its key, and its config; other mappings as they are."""
+    """Return the values of a node of OmegaConf's, its key, and its config with links; other mappings as they are."""
     from omegaconf import OmegaConf
 
-    from rhymerl.config.interpolation import evaluate, whole
+    from rhymerl.config.interpolation import value_at, whole
 
     if not OmegaConf.is_config(node):
         return node, key, {}
     config, place = whole(node)
-    if key and not place:  # a config of its own, which stands at this key
-        return evaluate(config, config, ""), key, {}
-    return find(config, place), place, config
+    values = value_at(config, place)
+    return (values, key, {}) if key and not place else (values, place, config)  # or a config of its own, at this key
 
 
-def _evaluated(text: str, key: str, config: Mapping[str, Any]) -> Any:
-    """Return the value of a text; outside a config, as in a checkpoint, only environment variables are evaluated."""
-    if "${oc.env:" not in text and ("${" not in text or not config):
-        return text
-    from rhymerl.config.interpolation import evaluate
-
-    return evaluate(text, config, key)
-
-
-def _construct(values: dict[str, Any], key: str, places: Mapping[str, str]) -> Any:
+def _construct(values: dict[str, Any], key: str, config: Mapping[str, Any]) -> Any:
+    key = origin(config, key)
     path = values.pop("_target_")
     target = import_target(path, setting=join(key, "_target_"))
     signature = signature_of(target)
-    arguments = {name: _fitted(value, name, key, signature, places[name]) for name, value in values.items()}
+    arguments = {name: _fitted(value, name, key, signature, config) for name, value in values.items()}
     for name, parameter in signature.parameters.items():
         if parameter.default is REQUIRED and name not in arguments:
             raise ConfigError(f"{join(key, name)}: required by {path}, but not set")
-    return construct(target, arguments, key=key, places=places)
+    return construct(target, arguments, key=key, config=config)
 
 
 def construct(
-    target: Callable[..., T], arguments: Mapping[str, Any], *, key: str, places: Mapping[str, str] | None = None
+    target: Callable[..., T], arguments: Mapping[str, Any], *, key: str, config: Mapping[str, Any] | None = None
 ) -> T:
-    """Return `target(**arguments)` for settings at `key` ("" is the top of a config), or at their `places`.
+    """Return `target(**arguments)` for settings at `key` ("" is the top of a config), or where links of `config` lead.
 
     A constructor names only its own argument in a ValueError or TypeError; here that becomes a ConfigError which names
     the setting.
@@ -100,41 +89,37 @@ def construct(
     try:
         return target(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(_located(str(error), key, target, places or {})) from error
+        raise ConfigError(_located(str(error), key, target, config or {})) from error
 
 
-def _refuse_abstract(target: Callable[..., Any], key: str) -> None:
+def _refuse_abstract(target: Any, key: str) -> None:
     """Raise ConfigError for a class that lacks a method which its base class asks for."""
-    missing = sorted(getattr(target, "__abstractmethods__", ()))
-    if isinstance(target, type) and inspect.isabstract(target):
-        methods = ", ".join(f"`{name}`" for name in missing)
-        is_one = len(missing) == 1
+    if inspect.isabstract(target):
+        missing = [f"`{name}`" for name in sorted(target.__abstractmethods__)]
+        methods, are = ("method", "is") if len(missing) == 1 else ("methods", "are")
         raise ConfigError(
-            f"{key or 'the class'}={_path(target)}: it has no {'method' if is_one else 'methods'} {methods}, "
-            f"which {'is' if is_one else 'are'} required"
+            f"{key or 'the class'}={_path(target)}: it has no {methods} {', '.join(missing)}, which {are} required"
         )
 
 
-def _located(message: str, key: str, target: Callable[..., Any], places: Mapping[str, str]) -> str:
+def _located(message: str, key: str, target: Callable[..., Any], config: Mapping[str, Any]) -> str:
     """A constructor's words in one line, behind `key`: as part of its path where they begin with an argument."""
     message = " ".join(message.split())
     for name in signature_of(target).parameters:
         if message.startswith(tuple(name + mark for mark in "=.[:")):
-            return places.get(name, join(key, name)) + message.removeprefix(name)
+            return origin(config, join(key, name)) + message.removeprefix(name)
     return f"{key or getattr(target, '__qualname__', target)}: {message}"
 
 
-def _fitted(value: Any, name: str, key: str, signature: Signature, setting: str) -> Any:
+def _fitted(value: Any, name: str, key: str, signature: Signature, config: Mapping[str, Any]) -> Any:
+    setting = origin(config, join(key, name))
     if name not in signature.parameters:
         if signature.is_open:
             return value
         raise ConfigError(f"unknown setting {join(key, name)}{did_you_mean(name, signature.parameters)}")
     if isinstance(value, str) and value == "???":
         raise ConfigError(f"{setting}: required, but not set")
-    try:
-        return fit(value, signature.parameters[name].annotation)
-    except Misfit as misfit:
-        raise ConfigError(f"{setting}{misfit.location}={misfit}") from None
+    return fit(value, signature.parameters[name].annotation, setting)
 
 
 def describe(component: object) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override as HydraOverride
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -24,15 +23,6 @@ from rhymerl.config.tree import ABSENT, child, is_component, join, origin
 from rhymerl.errors import ConfigError
 
 _PLAIN = re.compile(r"([+]{0,2}[^=~\s]+)=([^\[{'\"].*)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
-    """One override: a new value for `key`, or its removal."""
-
-    key: str
-    value: Any
-    is_removal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +50,8 @@ def compose(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConf
     config = merged(sources.path, sources.layers)
     _apply_all(config, sources.overrides)
     settle(config, sources.path.stem)
-    check(config, _schema(sources))
+    root = merged(sources.path, [file for file in sources.chain if file.is_root])
+    check(config, root | dict.fromkeys(group for file in sources.chain for group in file.choices))
     composed = OmegaConf.create(config)
     OmegaConf.set_struct(composed, True)
     return composed
@@ -90,8 +81,9 @@ def sources_of(name_or_path: str | Path, overrides: Sequence[str]) -> Sources:
     chosen: dict[str, str | None] = {}
     values: list[Override] = []
     for override in parse(overrides):
-        if override.key in groups and isinstance(override.value, str | None) and not override.is_removal:
-            chosen[override.key] = override.value
+        value = override.value()
+        if override.key_or_group in groups and isinstance(value, str | None) and not override.is_delete():
+            chosen[override.key_or_group] = value
         else:
             values.append(override)
     found = layers(chain, folders_beside(path), chosen)
@@ -103,12 +95,6 @@ def merged(path: Path, sources: Sequence[Layer | ConfigFile]) -> dict[str, Any]:
     with located_errors(path.stem):
         found: Any = OmegaConf.to_container(OmegaConf.merge(*(each.body for each in sources)))
     return dict(found)
-
-
-def _schema(sources: Sources) -> dict[str, Any]:
-    """Return what the files that build on no other one say, which is the schema of the rest."""
-    root = merged(sources.path, [file for file in sources.chain if file.is_root])
-    return root | dict.fromkeys(group for file in sources.chain for group in file.choices)
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------
@@ -136,10 +122,10 @@ def _parse(parser: OverridesParser, text: str) -> Override:
         )
     if not parsed.key_or_group or parsed.package is not None:
         raise ConfigError(f"{text!r}: expected an override of the form key=value")
-    return Override(key=parsed.key_or_group, value=parsed.value(), is_removal=parsed.is_delete())
+    return parsed
 
 
-def _read(parser: OverridesParser, text: str) -> HydraOverride:
+def _read(parser: OverridesParser, text: str) -> Override:
     """Text that Hydra's grammar would want in quotes, such as `step=10.ckpt` or `\\d+`, is taken as it stands."""
     found = None if "${" in text else _PLAIN.fullmatch(text)
     quoted = f"{found[1]}={QuotedString(found[2], Quote.single).with_quotes()}" if found is not None else text
@@ -153,21 +139,23 @@ def _read(parser: OverridesParser, text: str) -> HydraOverride:
 
 def _apply_all(config: dict[str, Any], overrides: Sequence[Override]) -> None:
     """Apply overrides that name a class first, since the others are about the new class; else keep their order."""
-    named = [each for each in overrides if each.key.endswith("._target_") or is_component(each.value)]
+    named = [each for each in overrides if each.key_or_group.endswith("._target_") or is_component(each.value())]
     for override in named:
         _apply(config, override)
     expand(config)
     others = [each for each in overrides if each not in named]
     kinds = kinds_by_key(config) if others else {}
-    for override in sorted(others, key=lambda each: not _is_class_path(each, kinds.get(origin(config, each.key), []))):
+    for override in sorted(others, key=lambda each: not _is_class_path(each, config, kinds)):
         _apply(config, override)
         expand(config)
 
 
-def _is_class_path(override: Override, kinds: Sequence[Any]) -> bool:
-    value = override.value
+def _is_class_path(override: Override, config: dict[str, Any], kinds: Mapping[str, Sequence[Any]]) -> bool:
+    value: Any = override.value()
     is_path = isinstance(value, str) and is_dotted_path(value)
-    return is_path and any(wants_component(value, kind) for kind in kinds)
+    return is_path and any(
+        wants_component(value, kind) for kind in kinds.get(origin(config, override.key_or_group), ())
+    )
 
 
 def _apply(config: dict[str, Any], override: Override) -> None:
@@ -175,15 +163,17 @@ def _apply(config: dict[str, Any], override: Override) -> None:
 
     Names are checked afterwards; mappings are merged, unless one names another class.
     """
-    above, _, name = origin(config, override.key, follow_last=False).rpartition(".")
-    parent, value = _container_at(config, above, override), override.value
+    key = override.key_or_group
+    value = override.value()
+    above, _, name = origin(config, key, follow_last=False).rpartition(".")
+    parent = _container_at(config, above, key)
     present = child(parent, name)
-    if override.is_removal and present is ABSENT:
-        raise unknown(config, override.key)
+    if override.is_delete() and present is ABSENT:
+        raise unknown(config, key)
     if isinstance(parent, list) and present is ABSENT:
-        raise ConfigError(f"unknown setting {override.key}: the list has {len(parent)} items, counted from 0")
+        raise ConfigError(f"unknown setting {key}: the list has {len(parent)} items, counted from 0")
     place: Any = int(name) if isinstance(parent, list) else name
-    if override.is_removal:
+    if override.is_delete():
         del parent[place]
         return
     if name == "_target_":
@@ -192,8 +182,8 @@ def _apply(config: dict[str, Any], override: Override) -> None:
     parent[place] = OmegaConf.to_container(OmegaConf.merge(present, value)) if is_tuned else value
 
 
-def _container_at(config: dict[str, Any], key: str, override: Override) -> Any:
-    """Return the container at `key`, made where there is none yet."""
+def _container_at(config: dict[str, Any], key: str, overridden: str) -> Any:
+    """Return the container at `key`, made where there is none yet, for an override of `overridden`."""
     node: Any = config
     done = ""
     for part in key.split(".") if key else []:
@@ -201,5 +191,5 @@ def _container_at(config: dict[str, Any], key: str, override: Override) -> Any:
         if isinstance(above, dict) and (node is ABSENT or node is None):
             node = above[part] = {}
         elif not isinstance(node, dict | list):
-            raise ConfigError(f"unknown setting {override.key}: {done} is a value, not a mapping")
+            raise ConfigError(f"unknown setting {overridden}: {done} is a value, not a mapping")
     return node

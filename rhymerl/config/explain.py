@@ -18,7 +18,7 @@ from rhymerl.config.files import folders_beside, layers, options, packaged_direc
 from rhymerl.config.interpolation import value_at
 from rhymerl.config.schema import Component, classes, kinds_by_key, plain_default, unknown
 from rhymerl.config.targets import REQUIRED, import_target, signature_of
-from rhymerl.config.tree import ABSENT, containers, entries, find, is_component, join, link_of, origin
+from rhymerl.config.tree import ABSENT, find, is_component, join, link_of, origin, walk
 from rhymerl.errors import ConfigError
 
 _COMMAND_LINE = "the command line"
@@ -57,17 +57,12 @@ def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides:
     if node is ABSENT:
         raise _not_there(config, key, sources.path)
     above, _, name = key.rpartition(".")
-    owner = next((each for each in classes(config) if each.key == above and name in each.signature.parameters), None)
-    parameter = owner.signature.parameters[name] if owner else None
+    components = {each.key: each for each in classes(config)}
+    made, owner = components.get(key), components.get(above)
+    parameter = owner.signature.parameters.get(name) if owner else None
+    described = made or (owner if parameter else None)
     wanted = [parameter.annotation] if parameter else kinds_by_key(config).get(key, [])
     is_section = isinstance(node, dict) and bool(node)
-    made = value_at(config, join(key, "_target_")) if is_component(node) else None
-    followed_by = [
-        join(place, each)
-        for place, container in containers(config)
-        for each, value in entries(container)
-        if link_of(value) == key and not is_section
-    ]
     return Explanation(
         key=key,
         value=value_at(config, key),
@@ -75,11 +70,11 @@ def explain(composed: DictConfig, key: str, name_or_path: str | Path, overrides:
         default=_default(parameter) if parameter else None,
         options=options(folders_beside(sources.path, key)) if (packaged_directory() / key).is_dir() else (),
         set_in=_set_in(config, key, sources),
-        owner=made or (owner.path if owner else None),
-        about=_about(key, sources, owner, made),
-        followed_by=followed_by,
+        owner=described.path if described else None,
+        about=_about(key, sources, owner if parameter else None, made),
+        followed_by=[each for each, value in walk(config) if link_of(value) == key and not is_section],
         elsewhere=other_names.elsewhere(key),
-        settings=_settings(config, key) if is_section else {},
+        settings=_settings(config, key, made) if is_section else {},
     )
 
 
@@ -108,8 +103,7 @@ def _default(parameter: inspect.Parameter) -> Any:
     return None if parameter.default is REQUIRED else default
 
 
-def _settings(config: dict[str, Any], key: str) -> dict[str, str]:
-    owner = next((each for each in classes(config) if each.key == key), None)
+def _settings(config: dict[str, Any], key: str, owner: Component | None) -> dict[str, str]:
     parameters = owner.signature.parameters if owner else {}
     found = {}
     for name, given in find(config, key).items():
@@ -123,7 +117,7 @@ def _settings(config: dict[str, Any], key: str) -> dict[str, str]:
 
 def _set_in(config: dict[str, Any], key: str, sources: Sources) -> str:
     """Return the last place that says the value, in the order in which a config is composed."""
-    overridden = [f"{origin(config, each.key)}." for each in sources.overrides]
+    overridden = [f"{origin(config, each.key_or_group)}." for each in sources.overrides]
     if f"{key}.".startswith(tuple(overridden)):
         return _COMMAND_LINE
     saying = [layer for layer in sources.layers if find(layer.body, key) is not ABSENT]
@@ -147,12 +141,12 @@ def in_yaml(value: Any) -> str:
 # -- what is said of it ----------------------------------------------------------------------------------------------
 
 
-def _about(key: str, sources: Sources, owner: Component | None, made: str | None) -> str:
-    comments = [words for file in sources.chain for words in [comments_of(file.path).get(key)] if words]
-    described = _docstring(import_target(made, setting=key)) if made else ""
+def _about(key: str, sources: Sources, owner: Component | None, made: Component | None) -> str:
+    comments = {place: words for file in sources.chain for place, words in comments_of(file.path).items()}
+    described = _docstring(made.target) if made else ""
     if not described and owner is not None:
         described = _said_of(owner.target, key.rpartition(".")[2]) or _docstring(owner.target)
-    return "\n\n".join([*comments[-1:], *([described] if described else [])])
+    return "\n\n".join(each for each in (comments.get(key), described) if each)
 
 
 def comments_of(path: Path) -> dict[str, str]:
@@ -195,9 +189,8 @@ def _beside(target: Callable[..., Any], name: str) -> str:
 
 def _entry(target: Callable[..., Any], name: str) -> str:
     """Return what a docstring with a list of arguments (`name: words`, indented) says of this one."""
-    constructor = inspect.getdoc(target.__init__) if isinstance(target, type) else None  # type: ignore[misc]
-    for text in (_docstring(target), constructor or ""):
-        found = re.search(rf"^( +){name}(?: \(.*\))?: (.*(?:\n(?:\1 +.*|(?=\n)))*)", text, re.MULTILINE)
+    for each in (target, target.__init__):
+        found = re.search(rf"^( +){name}(?: \(.*\))?: (.*(?:\n(?:\1 +.*|(?=\n)))*)", _docstring(each), re.MULTILINE)
         if found:
             return inspect.cleandoc(found[2])
     return ""

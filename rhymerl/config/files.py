@@ -97,21 +97,21 @@ class ConfigFile:
         return self.order == (_SELF,)
 
 
-def read_chain(path: Path, folders: Sequence[Path] = ()) -> list[ConfigFile]:
-    """Return the file and all that it builds on, looked up in `folders`; later ones win."""
-    return _chain(path, folders or folders_beside(path), ())
+def read_chain(path: Path, folders: Sequence[Path] = (), above: tuple[Path, ...] = ()) -> list[ConfigFile]:
+    """Return the file, which those `above` build on, and all that it builds on, looked up in `folders`; later ones win.
 
-
-def _chain(path: Path, folders: Sequence[Path], below: tuple[Path, ...]) -> list[ConfigFile]:
-    if path in below:
+    Raises ConfigError.
+    """
+    if path in above:
         raise ConfigError(f"{path}: its defaults lead back to itself; give the file another name than {path.stem}")
+    folders = folders or folders_beside(path)
     file = _read(path)
     chain: list[ConfigFile] = []
     for name in file.order:
         found = path if name == _SELF else _named(name.removesuffix(".yaml"), folders)
         if found is None:
             raise ConfigError(f"{path}: defaults name {name!r}, which is neither in {folders[0]} nor packaged")
-        part = [file] if name == _SELF else _chain(found, folders, (*below, path))
+        part = [file] if name == _SELF else read_chain(found, folders, (*above, path))
         chain += [each for each in part if each.path not in {c.path for c in chain}]
     for again in sorted(file.new_groups & {group for each in chain if each is not file for group in each.choices}):
         raise ConfigError(
@@ -164,52 +164,41 @@ def layers(chain: Sequence[ConfigFile], folders: Sequence[Path], chosen: Mapping
     file's body and the later ones, so nothing is left over that was meant for another class. A choice on the command
     line is not tuned at all. Raises ConfigError.
     """
-    of_groups: dict[str, list[Layer]] = {}
-    for file in chain:
-        for group, choice in file.choices.items():
-            of_groups[group] = [Layer(source=file.path, body={group: choice})]
-        for group in of_groups.keys() & file.body.keys():
-            of_groups[group] = _tuned(group, of_groups[group], Layer(source=file.path, body={group: file.body[group]}))
-    for group, choice in chosen.items():
-        of_groups[group] = [Layer(source=None, body={group: choice})]
+    groups = dict.fromkeys([*(group for file in chain for group in file.choices), *chosen])
+    said = [Layer(source=file.path, body=dict(body)) for file in chain for body in (file.choices, file.body)]
+    said.append(Layer(source=None, body=dict(chosen)))
     found: list[Layer] = []
-    for group, (first, *tuning) in of_groups.items():
-        found += [*_of_choice(group, first, [folder / group for folder in folders]), *tuning]
+    for group in groups:
+        of_group = [Layer(source=each.source, body={group: each.body[group]}) for each in said if group in each.body]
+        found += _of_group(group, of_group, [folder / group for folder in folders])
     for file in chain:
-        rest = {name: value for name, value in file.body.items() if name not in of_groups}
+        rest = {name: value for name, value in file.body.items() if name not in groups}
         found.append(Layer(source=file.path, body=rest))
     return found
 
 
-def _tuned(group: str, present: list[Layer], layer: Layer) -> list[Layer]:
-    """Return the layers with a body's changes to a group.
+def _of_group(group: str, said: Sequence[Layer], folders: Sequence[Path]) -> list[Layer]:
+    """Return the layers of a group's node by all that is said of it: the last choice, and what tunes that.
 
-    A body may tune the chosen option, name a class itself (`drafter: my_module.MyDrafter` or with `_target_`), or list
-    several.
+    A choice is the name of an option, which is a config of its own, a class, a node with its class, or a list.
     """
-    value = layer.body[group]
-    if not isinstance(value, dict) or is_component(value):
-        return [layer]
-    if isinstance(present[0].body[group], list):
+    bodies = [each.body[group] for each in said]
+    last = max(index for index, body in enumerate(bodies) if not isinstance(body, dict) or is_component(body))
+    choice, source, tuning = bodies[last], said[last].source, said[last + 1 :]
+    if isinstance(choice, list) and tuning:
         raise ConfigError(
-            f"{layer.source}: {group} is a list in what the file builds on, whose items have no settings here"
+            f"{tuning[0].source}: {group} is a list in what the file builds on, whose items have no settings here"
         )
-    return [*present, layer]
-
-
-def _of_choice(group: str, layer: Layer, folders: Sequence[Path]) -> list[Layer]:
-    """Return what a choice of a group stands for: the layers of an option, which is a config of its own, or a class."""
-    choice = layer.body[group]
     if not isinstance(choice, str):
-        return [layer]
+        return [*said[last:]]
     path = _named(choice, folders)
     if path is not None:
         of_option = layers(read_chain(path, folders), folders, {})
-        empty = Layer(source=layer.source, body={group: {} if any(each.body for each in of_option) else None})
-        return [*(Layer(source=each.source, body={group: each.body}) for each in of_option), empty]
+        empty = Layer(source=source, body={group: {} if any(each.body for each in of_option) else None})
+        return [*(Layer(source=each.source, body={group: each.body}) for each in of_option), empty, *tuning]
     if is_dotted_path(choice):
         import_target(choice, setting=group)
-        return [Layer(source=layer.source, body={group: {"_target_": choice}})]
+        return [Layer(source=source, body={group: {"_target_": choice}}), *tuning]
     known = options(folders)
     raise ConfigError(
         f"{group}={choice!r}: expected one of {', '.join(known)}, or a dotted class path "

@@ -25,8 +25,7 @@ from rhymerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
-_OURS = re.compile(r"\$\{\s*(asset|package)\s*:")
-_NOW = re.compile(r"\$\{\s*now\s*:")
+_OURS = re.compile(r"\$\{\s*(asset|config_name|now|package)\s*:")
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
 _SHOWN = 10  # files that an error names
 
@@ -36,9 +35,10 @@ def settle(config: dict[str, Any], config_name: str) -> None:
 
     Text out of the environment stays named, wherever it comes through; it has to be there all the same.
     """
-    now = f"${{rhymerl.now:{time.time()},"  # one moment for all settings
-    named = map_text(config, lambda text: _NOW.sub(now, text.replace("${config_name:}", config_name)))
-    ours = map_text(named, lambda text: _OURS.sub(r"${rhymerl.\1:", text))
+    moment = datetime.fromtimestamp(time.time())  # one for all settings
+    OmegaConf.register_new_resolver("rhymerl.now", moment.strftime, replace=True)
+    OmegaConf.register_new_resolver("rhymerl.config_name", lambda: config_name, replace=True)
+    ours = map_text(config, lambda text: _OURS.sub(r"${rhymerl.\1:", text))
     _settle(config, OmegaConf.create(ours), environment_named(ours), "")
 
 
@@ -53,6 +53,8 @@ def _settle(node: Any, evaluated: Any, named: Any, key: str) -> None:
                 found = evaluated[name]
                 if not isinstance(found, str) or found == named[name]:
                     node[name] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                elif _OURS.search(value):  # which no one else can evaluate, or at another time
+                    node[name] = named[name].replace("${rhymerl.env:", "${oc.env:")
 
 
 def environment_named(config: Any) -> DictConfig:
@@ -105,22 +107,19 @@ def located_errors(where: str) -> Iterator[None]:
 def whole(node: DictConfig | ListConfig) -> tuple[Any, str]:
     """Return a node's whole config in plain containers with its links, and the node's key in it."""
     names: list[str] = []
-    while (above := _parent(node)) is not None:
+    while (above := _select(node, "..")) is not None:
         keys = list(above) if isinstance(above, DictConfig) else range(len(above))
         names.insert(0, next((str(key) for key in keys if _select(above, str(key)) is node), ""))
         node = above
     return OmegaConf.to_container(node), ".".join(names)
 
 
-def _parent(node: DictConfig | ListConfig) -> Any:
+def _select(node: DictConfig | ListConfig, key: str) -> Any:
+    """Return what stands at a key relative to a node; None where there is nothing, as above the whole config."""
     try:
-        return _select(node, "..")
+        return OmegaConf.select(node, key, throw_on_resolution_failure=False)
     except ConfigKeyError:
         return None
-
-
-def _select(node: DictConfig | ListConfig, key: str) -> Any:
-    return OmegaConf.select(node, key, throw_on_resolution_failure=False)
 
 
 # -- resolvers -------------------------------------------------------------------------------------------------------
@@ -146,16 +145,18 @@ def packages_folder() -> Path:
 
 
 def _package_file(name: str) -> str:
-    """Return the path of FILE in an installed or fetched package, for `NAME/FILE`. The package is not imported.
+    """Return the path of FILE in an installed package, or else a fetched one, for `NAME/FILE`; it is not imported.
 
     Raises ValueError when there is no such package, or no such file in it.
     """
     package, _, file = name.partition("/")
     if not package.isidentifier() or not file or ".." in Path(file).parts or Path(file).is_absolute():
         raise ValueError(f"{name!r}: expected NAME/FILE, such as my_package/model.gguf")
-    folders = _folders(package)
+    target = packages_folder()
+    spec = find_spec(package)
+    installed = [Path(each) for each in spec.submodule_search_locations or []] if spec is not None else []
+    folders = [folder for folder in (*installed, target / package) if folder.is_dir()]
     if not folders:
-        target = packages_folder()
         raise ValueError(
             f"no package {package!r} is installed or in {target}; "
             f"'pip install --no-deps --target {target} {package}' fetches it"
@@ -174,18 +175,6 @@ def _package_file(name: str) -> str:
     raise ValueError(f"the package {package!r} in {folders[0]} has no file {file!r}; {has}")
 
 
-def _folders(package: str) -> list[Path]:
-    """Return the folders of a package, the installed one's before the fetched one's."""
-    spec = find_spec(package)
-    installed = [Path(each) for each in spec.submodule_search_locations or []] if spec is not None else []
-    return [folder for folder in (*installed, packages_folder() / package) if folder.is_dir()]
-
-
-_RESOLVERS: dict[str, Callable[..., str]] = {
-    "asset": _asset,
-    "now": lambda moment, pattern: datetime.fromtimestamp(moment).strftime(pattern),
-    "env": _variable,
-    "package": _package_file,
-}
-for _name, _resolver in _RESOLVERS.items():
-    OmegaConf.register_new_resolver(f"rhymerl.{_name}", _resolver, replace=True)
+OmegaConf.register_new_resolver("rhymerl.asset", _asset, replace=True)
+OmegaConf.register_new_resolver("rhymerl.env", _variable, replace=True)
+OmegaConf.register_new_resolver("rhymerl.package", _package_file, replace=True)

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.config.interpolation import environment_named, map_text
-from rhymerl.config.tree import containers, entries, leaves
+from rhymerl.config.tree import leaves, walk
 from rhymerl.errors import ConfigError
 
 _NOTHING = "nothing"
@@ -26,26 +26,23 @@ def to_yaml(config: DictConfig) -> str:
     return OmegaConf.to_yaml(config)
 
 
-def save_config(config: DictConfig, run_dir: str | Path) -> Path:
-    """Write `run_dir/config.yaml`, as `to_yaml` says. Raises ConfigError when it cannot be written."""
-    path = Path(run_dir) / "config.yaml"
+def save_config(config: DictConfig, run_dir: str | Path) -> Path | None:
+    """Write `run_dir/config.yaml`, as `to_yaml` says; return where one with other settings is kept: `config.N.yaml`.
+
+    Raises ConfigError when it cannot be written.
+    """
+    path, text = Path(run_dir) / "config.yaml", to_yaml(config)
+    former: Path | None = None
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(to_yaml(config), encoding="utf-8")
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            former = next(each for n in count(1) if not (each := path.with_name(f"config.{n}.yaml")).exists())
+            shutil.copy2(path, former)
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"run_dir={str(run_dir)!r}: cannot be written to: {error.strerror}") from error
-    return path
-
-
-def keep_former(config: DictConfig, run_dir: str | Path) -> Path | None:
-    """Copy a `config.yaml` with other settings than these to `config.N.yaml`; return that path, or None without one."""
-    path = Path(run_dir) / "config.yaml"
-    if not path.exists() or path.read_text(encoding="utf-8") == to_yaml(config):
-        return None
-    former = next(each for number in count(1) if not (each := path.with_name(f"config.{number}.yaml")).exists())
-    shutil.copy2(path, former)
     return former
 
 
@@ -64,10 +61,8 @@ def recorded(config: DictConfig) -> dict[str, Any]:
 
 def with_names(values: Any, config: DictConfig) -> Any:
     """Return plain containers in which values that a config takes from the environment are only named."""
-    names: dict[Any, str] = {}
-    for (_, node), (_, named) in zip(containers(resolved(config)), containers(recorded(config)), strict=True):
-        pairs = zip(entries(node), entries(named), strict=True)
-        names |= {text: name for (_, text), (_, name) in pairs if isinstance(text, str) and text != name}
+    pairs = zip(walk(resolved(config)), walk(recorded(config)), strict=True)
+    names = {text: name for (_, text), (_, name) in pairs if isinstance(text, str) and text != name}
     return map_text(values, lambda text: names.get(text, text)) if names else values
 
 

@@ -9,19 +9,18 @@ from difflib import get_close_matches
 from typing import Any
 
 from rhymerl.config import other_names
-from rhymerl.config.annotations import Misfit, fit, is_free_form, wants_component
+from rhymerl.config.annotations import fit, is_free_form, wants_component
 from rhymerl.config.components import plain
-from rhymerl.config.interpolation import evaluate, value_at
+from rhymerl.config.interpolation import value_at
 from rhymerl.config.targets import REQUIRED, Signature, import_target, is_dotted_path, signature_of
-from rhymerl.config.tree import ABSENT, components, containers, entries, find, is_component, join, link_of, origin
+from rhymerl.config.tree import ABSENT, find, is_component, join, link_of, origin, walk
 from rhymerl.errors import ConfigError
 
 _MISSING = "???"
-_STOP = "there are no stop strings; rollout.stop_token_ids ends answers by tokens"
-_ELSEWHERE = {  # settings that others have, and what is here instead
-    "rollout.stop": _STOP,
-    "rollout.stop_strings": _STOP,
-}
+_ELSEWHERE = dict.fromkeys(  # settings that others have, and what is here instead
+    ("rollout.stop", "rollout.stop_strings"),
+    "there are no stop strings; rollout.stop_token_ids ends answers by tokens",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +33,14 @@ class Component:
     target: Callable[..., Any]
     signature: Signature
 
-    def places(self, config: dict[str, Any]) -> dict[str, str]:
-        """Return the keys at which the values of the arguments are written, by their names."""
-        return {name: origin(config, join(self.key, name)) for name in self.signature.parameters}
-
 
 def classes(config: dict[str, Any]) -> Iterator[Component]:
     """Yield every component, outer ones first. Raises ConfigError for a class that cannot be imported."""
-    for key, node in components(config):
-        setting = join(key, "_target_")
-        path = evaluate(node["_target_"], config, setting)
-        target = import_target(path, setting=setting)
-        yield Component(key=key, node=node, path=path, target=target, signature=signature_of(target))
+    for key, node in walk(config):
+        if is_component(node):
+            path = value_at(config, setting := join(key, "_target_"))
+            target = import_target(path, setting=setting)
+            yield Component(key=key, node=node, path=path, target=target, signature=signature_of(target))
 
 
 def expand(config: dict[str, Any]) -> None:
@@ -77,8 +72,8 @@ def kinds_by_key(config: dict[str, Any]) -> dict[str, list[Any]]:
     """Return what the constructors expect, by the place where the value is written."""
     found: dict[str, list[Any]] = {}
     for each in classes(config):
-        for name, place in each.places(config).items():
-            found.setdefault(place, []).append(each.signature.parameters[name].annotation)
+        for name, parameter in each.signature.parameters.items():
+            found.setdefault(origin(config, join(each.key, name)), []).append(parameter.annotation)
     return found
 
 
@@ -90,7 +85,7 @@ def check(config: dict[str, Any], root: dict[str, Any]) -> None:
     kinds = kinds_by_key(config)
     closed = _closed(root, kinds)
     _check_names(config, closed)
-    for key, value in _settings(config):
+    for key, value in walk(config):
         link = link_of(value)
         if link is not None and find(config, origin(config, key)) is ABSENT:
             raise ConfigError(f"{key}='${{{link}}}': {unknown(config, link)}")
@@ -103,18 +98,13 @@ def check(config: dict[str, Any], root: dict[str, Any]) -> None:
             _check_type(config, key, annotation)
 
 
-def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield everything that has a key, sections included."""
-    return ((join(key, name), value) for key, node in containers(config) for name, value in entries(node))
-
-
 def _closed(root: dict[str, Any], kinds: dict[str, list[Any]]) -> dict[str, dict[Any, Any]]:
     """Return the plain mappings with fixed keys: the root's, except free-form ones and the contents of components."""
-    inside = [key for key, _ in components(root)]
+    inside = [key for key, node in walk(root) if is_component(node)]
     inside += [key for key, each in kinds.items() if any(map(is_free_form, each))]
     return {
         key: node
-        for key, node in containers(root)
+        for key, node in walk(root)
         if isinstance(node, dict) and node and not any(f"{key}.".startswith(f"{it}.") for it in inside)
     }
 
@@ -142,10 +132,7 @@ def _check_type(config: dict[str, Any], key: str, annotation: Any) -> None:
     value = value_at(config, key)
     if value == _MISSING:
         return
-    try:
-        fitted = fit(value, annotation)
-    except Misfit as misfit:
-        raise ConfigError(f"{key}{misfit.location}={misfit}") from None
+    fitted = fit(value, annotation, key)
     if isinstance(fitted, bool | int | float | str) and type(fitted) is not type(value):
         above, _, name = key.rpartition(".")
         find(config, above)[name] = fitted
@@ -155,7 +142,7 @@ def unknown(config: dict[str, Any], key: str) -> ConfigError:
     """Return the error for a key that nothing knows, with the nearest one that is known."""
     if key in _ELSEWHERE:
         return ConfigError(f"unknown setting {key}: {_ELSEWHERE[key]}")
-    settings = (each for each, _ in _settings(config) if each.rpartition(".")[2] != "_target_")
+    settings = (each for each, _ in walk(config) if each and each.rpartition(".")[2] != "_target_")
     known = [each for each in settings if not f"{each}.".startswith(f"{key}.")]
     node = find(config, key)
     while isinstance(node, dict) and len(node) == 1:  # an override made the mappings on its way

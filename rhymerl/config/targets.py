@@ -87,22 +87,18 @@ def _hidden_here(found: Any) -> str:
 def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]:
     """Return the longest importable beginning of `path`, and the names that are left."""
     parts = path.split(".")
-    module: ModuleType | None = None
-    for end in range(1, len(parts)):
+    for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
-            module = importlib.import_module(name)
+            return importlib.import_module(name), parts[end:]
         except (ImportError, SyntaxError) as error:
-            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{name}.".startswith(f"{missing}."):
                 raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
-            if module is not None:
-                return module, parts[end - 1 :]
-            near = did_you_mean(name, [each.name for each in pkgutil.iter_modules()])
-            raise ConfigError(
-                f"{setting}={path!r}: no module named {name!r}, neither installed nor in the current directory{near}"
-            ) from error
-    assert module is not None, "a dotted path has at least two parts"
-    return module, parts[-1:]
+    near = did_you_mean(parts[0], [each.name for each in pkgutil.iter_modules()])
+    raise ConfigError(
+        f"{setting}={path!r}: no module named {parts[0]!r}, neither installed nor in the current directory{near}"
+    )
 
 
 def signature_of(target: Callable[..., Any]) -> Signature:
@@ -119,8 +115,14 @@ def signature_of(target: Callable[..., Any]) -> Signature:
 
 
 def _parameter(target: Callable[..., Any], found: inspect.Parameter) -> inspect.Parameter:
-    """Return the parameter; where infinity is the default, it may be given."""
-    annotation, default = _resolve(found.annotation, _namespace(target, found.name)), _default(target, found)
+    """Return the parameter, its default also where a dataclass's factory makes it, which signatures hide.
+
+    Where infinity is the default, it may be given.
+    """
+    annotation, default = _resolve(found.annotation, _namespace(target, found.name)), found.default
+    field = getattr(target, "__dataclass_fields__", {}).get(found.name)
+    if field is not None and field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     if isinstance(default, float) and math.isinf(default):
         annotation = typing.Annotated[annotation, *typing.get_args(MaybeInfinite)[1:]]
     return found.replace(annotation=annotation, default=default)
@@ -146,13 +148,3 @@ def _resolve(annotation: Any, namespace: dict[str, Any]) -> Any:
         return typing.get_type_hints(holder, namespace, include_extras=True)["it"]
     except (NameError, AttributeError, TypeError):  # names imported for type checkers only
         return Any
-
-
-def _default(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """Return the default of an argument, also one made by a dataclass's factory, which signatures hide."""
-    if dataclasses.is_dataclass(target):
-        fields = {field.name: field for field in dataclasses.fields(target)}
-        factory = fields[parameter.name].default_factory if parameter.name in fields else dataclasses.MISSING
-        if factory is not dataclasses.MISSING:
-            return factory()
-    return parameter.default

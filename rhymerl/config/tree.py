@@ -72,19 +72,11 @@ def origin(config: Any, key: str, *, follow_last: bool = True) -> str:
     raise ConfigError(f"{asked}: its references go round in a circle")
 
 
-def containers(config: Any) -> Iterator[tuple[str, dict[Any, Any] | list[Any]]]:
-    """Yield every mapping and list with its key, outer ones first; what is added to one meanwhile is visited too."""
-    waiting: list[tuple[str, Any]] = [("", config)]
-    for key, node in waiting:
-        yield key, node
-        waiting += [(join(key, name), value) for name, value in entries(node) if isinstance(value, dict | list)]
-
-
-def components(config: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield every node with a `_target_`, with its key."""
-    for key, node in containers(config):
-        if isinstance(node, dict) and is_component(node):
-            yield key, node
+def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a node and all below it, each with its key, outer ones first; what is added below meanwhile is visited."""
+    yield key, node
+    for name, value in entries(node):
+        yield from walk(value, join(key, name))
 
 
 def leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

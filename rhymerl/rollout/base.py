@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 from rhymerl.backends.spans import WorkerSpan
@@ -57,6 +58,7 @@ class RolloutSettings:
                 "expected 0, or a group_size of at least 2"
             )
         require(self.reply_timeout_s > 0, "reply_timeout_s", self.reply_timeout_s, "more than 0 seconds")
+        require(self.reply_timeout_s < inf, "reply_timeout_s", self.reply_timeout_s, "a finite number")
         require(self.history in ("keep", "rerender"), "history", self.history, "keep or rerender")
         self.stop_token_ids = tuple(self.stop_token_ids)
         self.sampling(())  # checks the ranges of its parameters

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rhymerl.config.targets import look_in_current_directory
-from rhymerl.config.tree import ABSENT, components, find
+from rhymerl.config.tree import ABSENT, find, is_component, walk
 from rhymerl.data.base import PROMPT_COLUMN, LocatedRow, prompt_in
 from rhymerl.data.sources import is_data_set, read_rows
 from rhymerl.errors import ConfigError, require_package
@@ -41,7 +41,7 @@ def check_early(config: dict[str, Any]) -> None:
 
 
 def _check_packages(config: dict[str, Any]) -> None:
-    for _, node in components(config):
+    for node in (each for _, each in walk(config) if is_component(each)):
         for start, (where, package) in _PACKAGES.items():
             if str(node["_target_"]).startswith(start) and not node.get("url"):  # at which a server runs already
                 require_package(package, where)

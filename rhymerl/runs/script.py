@@ -60,9 +60,9 @@ def _config_of(module: RhymeModule, data: PromptDataModule, run_dir: str | Path,
     """Return the config of such a run, in which an object that a config cannot name has a mark that says so."""
     config = compose("base", settings)
     for each in parse(settings):
-        if each.key.partition(".")[0] not in _OF_THE_RUN:
+        if each.key_or_group.partition(".")[0] not in _OF_THE_RUN:
             raise ConfigError(
-                f"settings: {each.key} is the module's or the data's, which are given; expected {', '.join(_OF_THE_RUN)}"
+                f"settings: {each.key_or_group} is the module's or the data's, which are given; expected {', '.join(_OF_THE_RUN)}"
             )
     config.run_dir = str(run_dir)
     for name, value in {**module.hparams, "workers": module.workers}.items():

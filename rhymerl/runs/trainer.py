@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.callbacks import AcceptanceHistograms, AtomicCheckpointIO, Checkpoints, SampleTable
-from rhymerl.config import construct, instantiate, keep_former, recorded, resolved, save_config
+from rhymerl.config import construct, instantiate, recorded, resolved, save_config
 from rhymerl.config.files import options, packaged_directory
 from rhymerl.config.targets import import_target, is_dotted_path
 from rhymerl.errors import ConfigError, did_you_mean, missing_package
@@ -93,9 +93,7 @@ class RunConfig(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: RhymeModule) -> None:  # type: ignore[override]
         if trainer.is_global_zero:
-            former = keep_former(self.config, self.run_dir)
-            save_config(self.config, self.run_dir)
-            if former is not None:
+            if (former := save_config(self.config, self.run_dir)) is not None:
                 note(f"The former settings are in {former}")
             if (words := pl_module.backend.words()) is not None:  # its engine has just started
                 note(words)

@@ -73,6 +73,15 @@ def test_text_out_of_the_environment_stays_named(monkeypatch: pytest.MonkeyPatch
         compose("own.yaml")
 
 
+def test_text_out_of_the_environment_may_stand_beside_the_time_and_the_name_of_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WHERE", "scratch")
+    config = compose("main.yaml", ["run_dir=${oc.env:WHERE}/${config_name:}-${now:%Y}"])
+    assert config.run_dir.startswith("scratch/main-20")
+    assert "run_dir: ${oc.env:WHERE}/main-20" in to_yaml(config)
+
+
 def test_asset_is_a_directory_of_the_package(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     from rhymerl.config import interpolation
 
@@ -130,7 +139,7 @@ def test_text_with_a_backslash_arrives_as_it_was_given(text: str) -> None:
     given_text = f"a{text}\\"
     assume("${" not in given_text)
     (override,) = parse([f"ckpt_path={given_text}"])
-    assert override.value == given_text
+    assert override.value() == given_text
 
 
 @pytest.mark.parametrize(
@@ -340,7 +349,8 @@ def test_no_such_config(name: str) -> None:
 
 def test_saved_and_printed_configs_load_again(here: Path) -> None:
     config = compose("main.yaml", ["task=running_sum", "drafter=my_module.MyDrafter", "settings.free.a=1"])
-    again = compose(save_config(config, here / "run"))
+    assert save_config(config, here / "run") is None
+    again = compose(here / "run" / "config.yaml")
     assert to_yaml(again) == to_yaml(config)
     assert again == config
     changed = resolved(compose(here / "run" / "config.yaml", ["seed=7", "drafter=none", "task.difficulty=2"]))

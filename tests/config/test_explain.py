@@ -16,7 +16,7 @@ from rhymerl.cli.kinds import kind_of
 from rhymerl.config import compose, packaged_names, resolved
 from rhymerl.config.explain import Explanation, _said_of, comments_of, explain
 from rhymerl.config.files import about, groups, locate, packaged_directory
-from rhymerl.config.other_names import OTHER_NAMES, TRL, VERL
+from rhymerl.config.other_names import NAMES
 from rhymerl.config.schema import classes
 from rhymerl.config.tree import ABSENT, find
 from rhymerl.drafters import HistoryTreeDrafter
@@ -140,7 +140,8 @@ def test_a_name_of_another_project_is_that_of_the_setting_here(key: str) -> None
 def test_names_of_other_projects_are_those_of_the_documentation() -> None:
     config = resolved(compose("base"))
     rows = [[set(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in table_after(COMING_FROM, "## Settings")]
-    for column, names in enumerate((TRL, VERL)):
+    for column in range(2):
+        names = {each[column]: ours for ours, each in NAMES.items() if each[column] is not None}
         for theirs, ours in names.items():
             assert any(theirs in row[column] and ours in {each.partition("=")[0] for each in row[-1]} for row in rows)
         for row in rows:
@@ -151,8 +152,8 @@ def test_names_of_other_projects_are_those_of_the_documentation() -> None:
 
 def test_names_of_other_projects_are_none_of_ours() -> None:
     config = resolved(compose("base", ["backend=sglang"]))
-    assert [name for name in OTHER_NAMES if find(config, name) is not ABSENT] == []
-    assert [ours for ours in set(OTHER_NAMES.values()) if explained(ours, "base", "backend=sglang").key != ours] == []
+    assert [name for names in NAMES.values() for name in names if name and find(config, name) is not ABSENT] == []
+    assert [ours for ours in NAMES if explained(ours, "base", "backend=sglang").key != ours] == []
 
 
 def test_every_setting_of_a_run_can_be_explained() -> None:

@@ -10,11 +10,12 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from rhymerl.config import compose, instantiate, packaged_names
 from rhymerl.config.files import packaged_directory
 from rhymerl.config.targets import import_target, signature_of
-from rhymerl.config.tree import components
+from rhymerl.config.tree import is_component, walk
 from rhymerl.errors import ConfigError
 from rhymerl.types import MaybeInfinite
 from tests.config.packaged import composed
@@ -24,7 +25,8 @@ REQUIRED: dict[str, dict[str, Any]] = {"PolicySource": {"path": "x"}}
 
 def classes() -> list[str]:
     """All of ours that a packaged config names."""
-    named = {node["_target_"] for name in packaged_names() for _, node in components(composed(name))}
+    nodes = [node for name in packaged_names() for _, node in walk(OmegaConf.to_container(composed(name)))]
+    named = {node["_target_"] for node in nodes if is_component(node)}
     options = [yaml.safe_load(path.read_text()) or {} for path in packaged_directory().glob("*/*.yaml")]
     found = named | {option["_target_"] for option in options if "_target_" in option}
     return sorted(path for path in found if path.startswith("rhymerl.") and not path.endswith(".warmstart"))
