@@ -113,7 +113,7 @@ class TurnEnd:
     saved_s: float | None = None  # of waiting, where the reply was remembered
     rerendered: int | None = None  # where a part of the episode begins: tokens in front of the reply's, said before
 
-    def behind(self, num_tokens: int) -> TurnEnd:
+    def shifted(self, num_tokens: int) -> TurnEnd:
         """Return the turn's end in an answer with `num_tokens` more tokens in front."""
         return replace(self, start=self.start + num_tokens, stop=self.stop + num_tokens)
 
@@ -197,26 +197,26 @@ class Output:
     def __add__(self, later: Output) -> Output:
         """Return its tokens followed by later ones. Counts are summed; the reason is the later output's."""
         return replace(
-            later.behind(self),
+            self.followed_by(later),
             num_passes=self.num_passes + later.num_passes,
             num_drafted=self.num_drafted + later.num_drafted,
             num_accepted=self.num_accepted + later.num_accepted,
-            turns=self.turns + tuple(each.behind(len(self)) for each in later.turns),
+            turns=self.turns + tuple(each.shifted(len(self)) for each in later.turns),
         )
 
-    def behind(self, earlier: Output) -> Output:
-        """Return its tokens behind earlier ones; its reason and counts stay, since they are of the whole."""
+    def followed_by(self, later: Output) -> Output:
+        """Return its tokens followed by later ones; reason and counts are the later output's, as those of the whole."""
         import numpy as np
 
-        pairs = {name: (before, getattr(self, name)) for name, before in earlier._columns().items()}
+        pairs = {name: (before, getattr(later, name)) for name, before in self._columns().items()}
         joined: dict[str, Any] = {
             name: None if any(part is None for part in pair) else np.concatenate(pair) for name, pair in pairs.items()
         }
-        joined["routes"] = routes_behind(earlier.routes, self.routes, len(self))
-        if earlier.kept is None and self.kept is None:
-            return replace(self, **joined)
-        masses = np.concatenate([earlier.log_masses, self.log_masses])
-        return replace(self, **joined, kept=KeptSets.of([*earlier.kept_sets, *self.kept_sets], masses))
+        joined["routes"] = routes_behind(self.routes, later.routes, len(later))
+        if self.kept is None and later.kept is None:
+            return replace(later, **joined)
+        masses = np.concatenate([self.log_masses, later.log_masses])
+        return replace(later, **joined, kept=KeptSets.of([*self.kept_sets, *later.kept_sets], masses))
 
     def routes_to(self, stop: int, count: int | None = None) -> RouteArray | None:
         """Return the routes of all tokens before `stop`, those of the prompt first, or of the last `count` of these."""

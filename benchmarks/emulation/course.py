@@ -68,11 +68,11 @@ class Course:
             with self._off_the_clock():
                 sync(workers, *given)
 
-        def listened(workers: HostedWorkers, pending: Any) -> None:
+        def listened(workers: HostedWorkers, step: Any) -> None:
             if self._launched_s is not None:
                 self._wait(time.thread_time() - self._launched_s)
                 self._launched_s = None
-            listen(workers, pending)
+            listen(workers, step)
             assert self.workers is not None
             self.workers.clock_s += self.workers.ticks_per_exchange * TICK_S
 

@@ -12,7 +12,7 @@ from rhymerl.backends.base import RolloutBackend
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import innermost, listens
+from rhymerl.drafters.wrapped import innermost, listens
 from rhymerl.history import HistoryStore
 from rhymerl.models.copies import twin_of
 from rhymerl.models.lora import is_adapted

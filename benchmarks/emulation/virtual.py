@@ -102,12 +102,12 @@ class VirtualHost(WorkerHost):
                 self.post(pickle.loads(message) if isinstance(message, bytes) else message)
             self._rest(only_evaluates)
             self._take_messages()
-            self.settle()
+            self.submit_waiting()
             while self.is_running and (left := self._left_s - (device.now() - began)) > 0:
                 started, step = device.now(), min(self._num_running)
                 self._collect(timeout_s=left)  # whose clock is the device's; `decode` goes by the real one
                 self._add_span(step, at_s - began + started, at_s - began + device.now())
-                self.settle()
+                self.submit_waiting()
             if device.now() - self._reported_s > _REPORT_S:
                 self._reported_s = device.now()
                 self._report_outputs()

@@ -48,7 +48,10 @@ class Backend(ABC):
         """Raise ConfigError for a drafter or budget that the engine cannot use as set; called before any compute."""
 
     def share(self, setup: Setup | None) -> None:
-        """Leave a rank's update its memory on the device; called before `start`. None: nothing is trained."""
+        """Take only the memory that the update leaves free on the device; called before `start`.
+
+        `setup` describes the update; it is None if the run trains nothing.
+        """
         self.setup = setup
 
     def memory(self, model: ModelShape, drafter: Drafter, budget: Budget | None) -> EngineShape | None:

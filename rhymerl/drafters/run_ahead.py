@@ -93,18 +93,6 @@ class RunAheadDrafter(Drafter):
         self.inner.close()
 
 
-def listens(drafter: Drafter, hook: str) -> bool:
-    """Return whether the innermost drafter implements that hook; wrappers only pass it on."""
-    return getattr(type(innermost(drafter)), hook) is not getattr(Drafter, hook)
-
-
-def innermost(drafter: Drafter) -> Drafter:
-    """Return the drafter inside all wrappers."""
-    while isinstance(drafter, RunAheadDrafter):
-        drafter = drafter.inner
-    return drafter
-
-
 @dataclass(slots=True)
 class _Prefetched:
     """The prefetched tokens of a request, and how they agree with its response."""

@@ -10,7 +10,7 @@ import numpy as np
 from rhymerl.budgets.base import Budget, PassOutcome, Pauses
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import innermost, listens
+from rhymerl.drafters.wrapped import innermost, listens
 from rhymerl.drafts import DraftBatch, depths, keep_nodes, sound, within_turns
 from rhymerl.errors import HookError
 from rhymerl.history.records import HistoryDelta

@@ -80,7 +80,7 @@ class SpeedupMeter:
             self._begin(request.id, len(request.output) if request.output else 0, len(request.prompt.token_ids))
 
     def _begin(self, name: str, tokens: int, prompt_tokens: int) -> None:
-        """A turn of an episode goes on with its answer: without drafts, too, it comes behind the one before."""
+        """Begin an answer, or its next turn: that counts with the turns before, which it follows without drafts too."""
         new = _Answer(prompt_tokens=prompt_tokens, begun=tokens, context=prompt_tokens + tokens)
         self._open[name] = answer = self._answers.setdefault(name, new)
         answer.begun = tokens - answer.sampled

@@ -53,7 +53,7 @@ def verify(layout: PassLayout, rows: Rows, sampler: Sampler) -> Verification:
     while len(wanted):
         owner = layout.logit_row[wanted]
         sampled[wanted] = sampler.draw(wanted, row[owner], position[owner] + layout.logit_level[wanted])
-        _follow(sampled, drafts.token_ids, drafts.parents, drafts.starts, row, ends, walk)
+        _accept(sampled, drafts.token_ids, drafts.parents, drafts.starts, row, ends, walk)
         if sampler.draws_ahead:
             break
         standing = np.flatnonzero(walk.stands_at != _DONE)
@@ -91,7 +91,7 @@ class _Walk(NamedTuple):
 
 
 @compiled
-def _follow(
+def _accept(
     sampled: IntArray,
     token_ids: IntArray,
     parents: IntArray,
@@ -100,7 +100,11 @@ def _follow(
     ends: _Ends,
     walk: _Walk,
 ) -> None:
-    """Move every row on to the first node at which nothing has been sampled (sampled[M] < 0), or to its end."""
+    """Accept each node whose token was sampled at its parent, up to where nothing is sampled yet (sampled[M] < 0)."""
+    # A node has three indices. `here` and the values of `parents` count a row's own nodes from 0; its root is -1.
+    # Logits [M] are those of each row's root and then of its nodes, row by row: in front of those of node `here` of
+    # row e stand the `first` nodes of earlier rows, e + 1 roots, and `here` nodes of its own. The third index, in the
+    # packed pass [N], is what `PassLayout.logit_indices` has; nothing here needs it.
     for e in range(len(walk.stands_at)):
         first, end, here = starts[e], starts[e + 1], walk.stands_at[e]
         room = ends.limit[row[e]] - ends.length[row[e]]

@@ -215,7 +215,7 @@ def of_last_segment(request: RolloutRequest) -> RolloutRequest:
     if not before:
         return request
     ended, rest = request.output[: last.start], request.output[last.start :]
-    turns = tuple(turn.behind(-last.start) for turn in request.output.turns if turn.start >= last.start)
+    turns = tuple(turn.shifted(-last.start) for turn in request.output.turns if turn.start >= last.start)
     known = request.prefetched
     agrees = known is not None and np.array_equal(known[: len(ended)], ended.token_ids)
     return replace(

@@ -29,8 +29,8 @@ from rhymerl.rollout.results import RankResult, SamplingRound, ScoredOutput, gro
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, IntArray, Prompt, RolloutRequest, Sample, Split
 from rhymerl.workers import RunAhead, RunAheadState, StepRequests, check_run_ahead, workers_of
-from rhymerl.workers.auto import rule_of
-from rhymerl.workers.run_ahead import merge_states
+from rhymerl.workers.run_ahead_rules import rule_of
+from rhymerl.workers.run_ahead_state import merge_states
 
 Decode = Callable[["IntArray"], str]
 
@@ -40,7 +40,7 @@ class RolloutLoop:
 
     Every rank has a loop over a backend of its own, which has been started, and they run the same steps together; each
     gets the whole step's samples. A backend of workers apart from the ranks answers with `num_workers` of them, None =
-    one a rank. `run_ahead` as `check_run_ahead` says; with `lockstep` nothing follows the clock, so that a run over
+    one a rank. `run_ahead` is a mode of `RunAhead`; with `lockstep` nothing follows the clock, so that a run over
     several ranks repeats bit for bit. Raises ValueError for arguments that contradict one another.
     """
 
@@ -90,7 +90,7 @@ class RolloutLoop:
             episodes=replace(episodes, lockstep=lockstep) if episodes is not None else None,
         )
         self.workers.follow(self.history)
-        self._ahead = ScoringAhead(self.workers, scorer, decode)
+        self._scoring_ahead = ScoringAhead(self.workers, scorer, decode)
 
     def run(
         self,
@@ -110,7 +110,7 @@ class RolloutLoop:
         prompts, for workers that run ahead; without them none does. `replacements` are other prompts, for groups that
         teach nothing (`settings.dynamic_sampling`). Called on all ranks, with the same arguments.
         """
-        self._ahead.stop()
+        self._scoring_ahead.stop()
         requests = self._requests(prompts, step, settings, split=split)
         rounds = [self._round(requests, step, split, self._following(following, step, settings))]
         samples = rounds[0].samples
@@ -127,7 +127,7 @@ class RolloutLoop:
                 f"step {step}: the environment failed in all {len(samples):,} episodes; a warning says how"
             )
         if split == "train":
-            self._ahead.forget()
+            self._scoring_ahead.forget()
             self.workers.sleep()
         metrics = {
             **rollout_metrics(samples),
@@ -138,7 +138,7 @@ class RolloutLoop:
         results = [result for each in rounds for result in each.by_rank]
         failures = sum((result.failures for result in results), Failures())
         spans = [span for result in results for span in result.spans]
-        self._ahead.start()
+        self._scoring_ahead.start()
         return Rollout(samples=samples, metrics=metrics, failures=failures, spans=spans)
 
     def _round(
@@ -185,7 +185,7 @@ class RolloutLoop:
 
     def _score(self, completion: Completion) -> str:
         request = completion.request
-        text = self._ahead.text(completion)
+        text = self._scoring_ahead.text(completion)
         self.scorer.submit(request.id, text, request.prompt.columns, completion)
         self.progress.advance()
         return text
@@ -250,7 +250,7 @@ class RolloutLoop:
 
     def close(self) -> None:
         """No more steps; backend and scorer are closed by their owners, after this."""
-        self._ahead.close()
+        self._scoring_ahead.close()
         self.workers.close()
 
     # -- state ---------------------------------------------------------------------------------------------------

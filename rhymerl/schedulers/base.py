@@ -38,7 +38,7 @@ class Scheduler(ABC):
 
     # Requests that a worker decodes side by side: the scheduler's own setting, or else what the run's backend says.
     max_running: int | None = None
-    _was_told = False  # what stands there is a backend's
+    _was_told = False  # the backend has set `max_running`
     # Whether nothing may follow the clock, since the run is to repeat bit for bit. All episodes then wait together.
     lockstep = False
 

@@ -14,8 +14,8 @@ from rhymerl.simulation.base import Decoding, Pipeline, StepWork, Timeline
 from rhymerl.simulation.step import StepRun, course_of
 from rhymerl.types import Completion, FloatArray, Output, Sample, TurnEnd
 from rhymerl.workers import RunAhead, StepRequests, check_run_ahead
-from rhymerl.workers.auto import rule_of
 from rhymerl.workers.coordinator import Coordinator, SharedPlan, make_plan, wants_progress
+from rhymerl.workers.run_ahead_rules import rule_of
 from rhymerl.workers.versions import Versions
 
 _NO_TOKENS, _NO_NUMBERS, _NO_MASK = np.empty(0, np.int32), np.empty(0), np.empty(0, np.bool_)

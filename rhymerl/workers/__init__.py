@@ -15,7 +15,7 @@ from rhymerl.workers.ranks import MovedRequest, RankWorkers
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.hosted import HostedWorkers
 from rhymerl.workers.remote.servers import ServersBackend
-from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.run_ahead_state import RunAheadState
 
 if TYPE_CHECKING:
     from rhymerl.backends.sglang.backend import SGLangBackend

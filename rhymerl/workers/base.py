@@ -18,21 +18,20 @@ from rhymerl.history import HistoryStore
 from rhymerl.schedulers.base import Scheduler
 from rhymerl.types import Completion, Ratio, Sample
 from rhymerl.workers.coordinator import Coordinator, SharedPlan, StepRequests
-from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.run_ahead_state import RunAheadState
 
 REBALANCE_S = 0.5  # between two times when the scheduler is asked for moves
 REBALANCE_EXCHANGES = 4  # the same in lockstep, where time is counted in exchanges
-# What a worker does that has finished its queue while others have not.
+# What a worker does that has finished its queue while others have not:
+# - off: it waits.
+# - draft: it begins the next step, whose tokens are sampled again after the update, along the earlier ones as drafts.
+# - keep: it begins the next step, and its tokens stay in the answers.
+# - auto: off or draft, whichever pays (`DraftWherePays`).
 RunAhead = Literal["off", "draft", "keep", "auto"]
 
 
 def check_run_ahead(run_ahead: str, max_staleness: int) -> None:
-    """Raise ValueError for a mode that does not exist, or that the staleness allowed (in steps) rules out.
-
-    off: it waits. draft: it begins the next step, whose tokens are sampled again after the update, along the earlier
-    ones as drafts. keep: it begins the next step, and its tokens stay in the answers. auto: off or draft, whichever
-    pays (`DraftWherePays`).
-    """
+    """Raise ValueError for a mode that does not exist, or that the staleness allowed (in steps) rules out."""
     if run_ahead not in get_args(RunAhead):
         raise ValueError(f"run_ahead={run_ahead!r}: expected one of {', '.join(get_args(RunAhead))}")
     require_at_least({"max_staleness": (max_staleness, 0)})

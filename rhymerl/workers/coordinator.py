@@ -123,21 +123,18 @@ def wants_progress(scheduler: Scheduler) -> bool:
 class Coordinator:
     """Plans and moves the requests of all workers, as the scheduler decides.
 
-    Outside of training nothing moves. In a step of it a scheduler that migrates is asked for moves whenever `clock`
-    (without one: the number of calls) has gone on by `every`, and right before the plan of the next step, which is made
-    when a worker has nearly nothing left to do. Where prefetched answers are kept (`keeps`), the scheduler observes
-    what is unfinished then; otherwise all workers begin the next step together. Workers that work on while the policy
-    is trained (`works_on`) get that plan also where everything has been answered before anybody asked.
+    Outside of training nothing moves. In a step of it a scheduler that migrates is asked for moves from time to time,
+    and right before the plan of the next step, which is made when a worker has nearly nothing left to do.
     """
 
     scheduler: Scheduler
     work: StepRequests
     plan: InitVar[SharedPlan]
     _: KW_ONLY
-    keeps: bool
-    every: float
-    clock: Callable[[], float] | None = None
-    works_on: bool = False
+    keeps: bool  # prefetched answers stay: the scheduler observes what is unfinished before it plans the next step
+    every: float  # the scheduler is asked for moves whenever `clock` has gone on by this much
+    clock: Callable[[], float] | None = None  # None: the number of calls of `decide`
+    works_on: bool = False  # workers go on during the update: they get the next plan even when all is answered
 
     def __post_init__(self, plan: SharedPlan) -> None:
         self.num_moves = 0

@@ -71,12 +71,12 @@ class OutputDelta:
     start: int
     output: Output  # output[start:]
 
-    def behind(self, known: Output | None) -> Output:
+    def applied_to(self, known: Output | None) -> Output:
         """Return the answer so far, of which `known` has been told before."""
         if not self.start:
             return self.output
         assert known is not None
-        return self.output.behind(known[: self.start])
+        return known[: self.start].followed_by(self.output)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One worker a rank: each steps the host of its rank's engine, and all keep step with the trainer."""
+"""One worker a rank: each steps the host of its rank's backend, and all keep step with the trainer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rhymerl.workers.coordinator import (
     wants_progress,
 )
 from rhymerl.workers.host import Host
-from rhymerl.workers.in_flight import InFlight
-from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.run_ahead_state import RunAheadState
+from rhymerl.workers.step_in_flight import StepInFlight
 from rhymerl.workers.versions import Versions
 
 _SLICE_S = 0.02  # between two exchanges with the other ranks
@@ -47,20 +47,20 @@ class RankStep:
     """A step on this rank: what it reports of its requests, gives away, receives, and has of the next step."""
 
     def __init__(
-        self, host: Host, pending: InFlight, *, next_versions: Versions, report_every_s: float | None = None
+        self, host: Host, this_step: StepInFlight, *, next_versions: Versions, report_every_s: float | None = None
     ) -> None:
         self._host = host
-        self._pending = pending
-        self._ahead: InFlight | None = None  # the next step
+        self._this_step = this_step
+        self._next_step: StepInFlight | None = None  # once it has begun ahead
         self._next_versions = next_versions
         self._report_every_s = report_every_s  # how often rank 0 hears how far the answers are, if it is to know at all
         self._finished: list[Completion] = []  # not reported yet
         self._reported_at = 0.0
         self._messages: list[Message] = []
 
-    def go_on(self, requests: Sequence[RolloutRequest], *, ahead: InFlight | None = None) -> None:
+    def go_on(self, requests: Sequence[RolloutRequest], *, next_step: StepInFlight | None = None) -> None:
         """Answer requests of the step, or of the next one."""
-        step = ahead or self._pending
+        step = next_step or self._this_step
         step.worker |= dict.fromkeys((request.id for request in requests), self._host.number)
         self._host.submit(requests, priority=step.work.priority, versions=step.versions)
 
@@ -68,55 +68,55 @@ class RankStep:
         finished, self._host.finished = self._host.finished, []
         for each in finished:
             name = each.request.id
-            step = next((step for step in (self._pending, self._ahead) if step and name in step.worker), None)
+            step = next((step for step in (self._this_step, self._next_step) if step and name in step.worker), None)
             if step is None:
                 raise BackendError(f"the answer to {name} has come, which is of no step that is under way")
             step.finish(name, each.output)
-        ended = self._pending.take()
+        ended = self._this_step.take()
         self._finished += ended
         return ended
 
     def report(self) -> ProgressReport | None:
         """Return what is new for the coordinator, or None when nothing is."""
         now, every_s = time.monotonic(), self._report_every_s
-        tells_tokens = every_s is not None and bool(self._pending.worker) and now - self._reported_at >= every_s
+        tells_tokens = every_s is not None and bool(self._this_step.worker) and now - self._reported_at >= every_s
         if not self._finished and not tells_tokens:
             return None
         if tells_tokens:
             self._reported_at = now
         finished, self._finished = self._finished, []
-        return self._pending.report(finished, self._host.progress() if tells_tokens else {})
+        return self._this_step.report(finished, self._host.progress() if tells_tokens else {})
 
     def messages(self) -> list[Message]:
         messages, self._messages = self._messages, []
         return messages
 
     def receive(self, moved: Sequence[MovedRequest]) -> None:
-        requests = [(self._pending.work.requests[each.index], each) for each in moved]
+        requests = [(self._this_step.work.requests[each.index], each) for each in moved]
         self.go_on([replace(one, output=each.output or None, prefetched=each.prefetched) for one, each in requests])
 
     def follow(self, command: Command) -> None:
         """Give away what goes on elsewhere, and take on this rank's part of the next step, behind all of this one."""
-        work, index = self._pending.work, self._pending.index
-        for each in self._taken_back(name for name in self._pending.worker if index[name] in command.moves):
-            del self._pending.worker[each.request.id]
+        work, index = self._this_step.work, self._this_step.index
+        for each in self._taken_back(name for name in self._this_step.worker if index[name] in command.moves):
+            del self._this_step.worker[each.request.id]
             number = index[each.request.id]
             moved = MovedRequest(index=number, output=each.output, prefetched=each.request.prefetched)
             self._messages.append(Message(to=command.moves[number], value=moved))
         if command.plan is not None and work.following is not None:
-            self._ahead = InFlight(work=work.next_step(), plan=command.plan, versions=self._next_versions)
-            queue = command.plan.queue(self._ahead.work.requests, worker=self._host.number)
-            self.go_on(queue, ahead=self._ahead)
+            self._next_step = StepInFlight(work=work.next_step(), plan=command.plan, versions=self._next_versions)
+            queue = command.plan.queue(self._next_step.work.requests, worker=self._host.number)
+            self.go_on(queue, next_step=self._next_step)
 
     def end(self) -> RunAheadState | None:
         """Return what this rank has of the next step, once all are done with this one; None without a plan for it."""
-        if self._ahead is None:
+        if self._next_step is None:
             return None
-        released = self._taken_back(self._ahead.worker)
+        released = self._taken_back(self._next_step.worker)
         self.take()  # what has ended meanwhile
         known = {each.request.id: each.output for each in released if each.output.is_finished or len(each.output)}
-        self._ahead.outputs |= known
-        return self._ahead.state()
+        self._next_step.outputs |= known
+        return self._next_step.state()
 
     def _taken_back(self, names: Iterable[str]) -> list[Completion]:
         self._host.withdraw(list(names))
@@ -136,7 +136,7 @@ class RankWorkers(Workers):
     def __post_init__(self) -> None:
         self._episodes = self.episodes.episodes() if self.episodes is not None else None
         self._host = Host(self.backend, version=0, number=self.ranks.rank, episodes=self._episodes)
-        self._ahead: RunAheadState | None = None  # for the next step to come
+        self._prefetched: RunAheadState | None = None  # for the next step
         self._channel: Channel | None = None
         # A rank alone has nobody to keep step with, nor have those whose actions do not depend on the others'.
         self.lockstep &= self.ranks.size > 1 and follows_clock(self.scheduler, self.run_ahead)
@@ -149,7 +149,7 @@ class RankWorkers(Workers):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def answer(self, work: StepRequests) -> Iterator[Completion]:
-        found = self._ahead if work.split == "train" else None
+        found = self._prefetched if work.split == "train" else None
         taken = found if found is not None and found.step == work.step else None
         # It may be of before a resume with other settings.
         state = taken if taken is not None and taken.asked == work.asked else None
@@ -164,7 +164,7 @@ class RankWorkers(Workers):
             is_done = self._exchange(step, coordinator, self._channel)
         self.num_moves, self.busy_s = coordinator.num_moves, self._host.busy_s
         if work.following is not None or taken is not None:
-            self._ahead = step.end()
+            self._prefetched = step.end()
 
     def end_step(self) -> None:
         if self._channel is not None:
@@ -184,12 +184,12 @@ class RankWorkers(Workers):
         versions, next_versions = (
             Versions.of(self._host.version + ahead, self.run_ahead, self.max_staleness) for ahead in (0, 1)
         )
-        pending = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs))
+        in_flight = StepInFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs))
         every_s = (0.0 if self.lockstep else REBALANCE_S) if wants_progress(self.scheduler) else None
-        step = RankStep(self._host, pending, next_versions=next_versions, report_every_s=every_s)
+        step = RankStep(self._host, in_flight, next_versions=next_versions, report_every_s=every_s)
         self._host.busy_s = 0.0
         queue = plan.queue(work.requests, worker=self.ranks.rank)
-        step.go_on([pending.request(request.id) for request in queue])
+        step.go_on([in_flight.request(request.id) for request in queue])
         return step
 
     def _decode(self) -> None:
@@ -213,23 +213,23 @@ class RankWorkers(Workers):
         self._host.renew(policy_version, lambda: self._loaded(named_tensors, policy_version))
 
     def _loaded(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> RolloutBackend:
-        self._host.engine.sync_weights(named_tensors, policy_version)
-        return self._host.engine
+        self._host.backend.sync_weights(named_tensors, policy_version)
+        return self._host.backend
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        self._host.engine.learn(samples)
+        self._host.backend.learn(samples)
 
     def follow(self, history: HistoryStore) -> None:
-        self._host.engine.follow(history)
+        self._host.backend.follow(history)
 
     def state(self) -> RunAheadState | None:
-        return self._ahead
+        return self._prefetched
 
     def restore(self, state: RunAheadState | None) -> None:
-        self._ahead = state
+        self._prefetched = state
 
     def sleep(self) -> None:
-        self._host.engine.sleep()
+        self._host.backend.sleep()
 
     @property
     def num_waiting(self) -> int:

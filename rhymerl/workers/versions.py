@@ -10,9 +10,10 @@ from rhymerl.workers.base import RunAhead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """The policies that may sample, from version `oldest` on.
+    """Policies from version `oldest` on may sample a step's tokens.
 
-    What those before version `final` sample is a draft of the answer, along which it is sampled again.
+    Tokens of a policy older than `final` are a draft, along which the final policy samples the answer again. Where both
+    are equal, as with `keep`, every token stays.
     """
 
     oldest: int

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters import Drafter, HistoryTreeDrafter, NGramDrafter, NoDrafter, RunAheadDrafter
-from rhymerl.drafters.run_ahead import listens
+from rhymerl.drafters.wrapped import listens
 from rhymerl.drafts import Draft, DraftBatch, DraftSource
 from rhymerl.history.index import REACH
 from rhymerl.testing import make_prompt

@@ -27,7 +27,7 @@ from rhymerl.testing import RandomTreeDrafter, make_requests, tiny_policy
 from rhymerl.types import Completion, Sample
 from rhymerl.workers import RECORDS
 from rhymerl.workers.coordinator import SharedPlan
-from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.run_ahead_state import RunAheadState
 from tests.engine.test_grid import sample
 from tests.engine.test_lossless import answers, assert_same
 from tests.products import pairs_first

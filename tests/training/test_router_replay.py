@@ -30,7 +30,7 @@ from rhymerl.training.updater import Updater
 from rhymerl.types import Completion, Output, RolloutRequest, Sample, TurnEnd
 from rhymerl.workers import RECORDS
 from rhymerl.workers.coordinator import SharedPlan
-from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.run_ahead_state import RunAheadState
 from tests.engine.test_grid import sample
 from tests.engine.test_lossless import assert_same
 from tests.models.small import small_model
@@ -274,7 +274,7 @@ def test_outputs_are_cut_and_joined_with_their_routes():
     turn = TurnEnd(start=4, stop=6, text="", rerendered=0)
     whole = replace(output + reply + Output.of([1]), turns=(turn,))
     part = replace(Output.of([1, 2]), routes=routes[:4])  # of the two tokens of its prompt and its own
-    joined = replace(part.behind(whole[:6]), turns=whole.turns)
+    joined = replace(whole[:6].followed_by(part), turns=whole.turns)
     first, second = joined.segments(np.array([1, 2, 3], np.int32))
     assert first.routes is not None
     assert second.routes is not None

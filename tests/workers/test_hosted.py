@@ -20,8 +20,8 @@ from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output
 from rhymerl.workers import base, coordinator
 from rhymerl.workers.coordinator import StepRequests
-from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.messages import OutputDelta
+from rhymerl.workers.step_in_flight import StepInFlight
 from rhymerl.workers.versions import Versions
 from tests.distributed.threads import run_ranks
 from tests.products import pairs_first, values_first
@@ -75,15 +75,15 @@ def test_workers_that_have_had_little_to_do_since_the_step_before_were_idle():
         assert run_step(loop, 1).metrics["workers/idle_frac"] > 0.5
 
 
-def update_until(loop: RolloutLoop, holds: Callable[[InFlight], bool]) -> None:
+def update_until(loop: RolloutLoop, holds: Callable[[StepInFlight], bool]) -> None:
     """Be an update that lasts until that holds for the next step."""
-    pool, ahead = loop.workers, loop.workers._ahead
+    pool, ahead = loop.workers, loop.workers._next_step
     with pool.changed:
         pool.wait(60, lambda: holds(ahead))
         assert holds(ahead)
 
 
-def is_answered(ahead: InFlight) -> bool:
+def is_answered(ahead: StepInFlight) -> bool:
     return not ahead.worker
 
 
@@ -283,10 +283,10 @@ def test_a_step_knows_how_many_of_its_episodes_wait_as_far_as_it_is_told():
     requests = make_requests(3)
     plan = coordinator.make_plan(FIFOScheduler(), requests, num_workers=1, step=0)
     work = StepRequests(step=0, requests=requests)
-    pending = InFlight(work=work, plan=plan, versions=Versions(oldest=0, final=0))
+    step = StepInFlight(work=work, plan=plan, versions=Versions(oldest=0, final=0))
     reasons: list[Any] = ["turn", "withdrawn", "stop"]
     for request, reason in zip(requests, reasons, strict=True):
-        pending.extend(OutputDelta(id=request.id, start=0, output=Output.of([1], finish_reason=reason)))
-    assert pending.num_waiting == 1
-    pending.extend(OutputDelta(id=requests[0].id, start=1, output=Output.of([2])))  # the reply
-    assert pending.num_waiting == 0
+        step.extend(OutputDelta(id=request.id, start=0, output=Output.of([1], finish_reason=reason)))
+    assert step.num_waiting == 1
+    step.extend(OutputDelta(id=requests[0].id, start=1, output=Output.of([2])))  # the reply
+    assert step.num_waiting == 0

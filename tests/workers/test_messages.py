@@ -22,7 +22,7 @@ def test_tails_join_to_the_whole(has_sources):
     known = Output.of()
     for start, end in ((0, 3), (3, 3), (3, 10)):
         whole = output(end, has_sources=has_sources)
-        known = OutputDelta(id="a", start=start, output=whole[start:]).behind(known)
+        known = OutputDelta(id="a", start=start, output=whole[start:]).applied_to(known)
     for name in ("token_ids", "logprobs", "policy_versions"):
         assert np.array_equal(getattr(known, name), getattr(whole, name))
     assert known.num_passes == 10

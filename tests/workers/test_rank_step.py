@@ -14,8 +14,8 @@ from rhymerl.schedulers import FIFOScheduler
 from rhymerl.workers import StepRequests
 from rhymerl.workers.coordinator import Command, SharedPlan, make_plan
 from rhymerl.workers.host import Host
-from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.ranks import RankStep, RankWorkers
+from rhymerl.workers.step_in_flight import StepInFlight
 from rhymerl.workers.versions import Versions
 from tests.rollout.ranked import PROMPTS, SETTINGS, length
 from tests.rollout.tokens import TokenBackend, token
@@ -27,8 +27,8 @@ FOLLOWING = requests_of(PROMPTS[:2], 1, SETTINGS, seed=0, stop_token_ids=())
 def step_of(host: Host, work: StepRequests) -> RankStep:
     """A step in which prefetched answers are kept; this rank's queue of it is given by hand."""
     plan = SharedPlan(queues=[], digest="")
-    pending = InFlight(work=work, plan=plan, versions=Versions.of(0, "keep"))
-    return RankStep(host, pending, next_versions=Versions.of(1, "keep"))
+    step = StepInFlight(work=work, plan=plan, versions=Versions.of(0, "keep"))
+    return RankStep(host, step, next_versions=Versions.of(1, "keep"))
 
 
 class Rank:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rhymerl.testing import make_requests
 from rhymerl.types import Output
 from rhymerl.workers.coordinator import SharedPlan, StepRequests
-from rhymerl.workers.run_ahead import RunAheadState, merge_states
+from rhymerl.workers.run_ahead_state import RunAheadState, merge_states
 
 
 def test_other_noise_or_another_way_of_sampling_is_another_request():

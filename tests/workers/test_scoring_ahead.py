@@ -93,7 +93,7 @@ def test_other_prompts_than_announced_leave_nothing_behind(scorer, scored):
         assert [sample.reward for sample in rollout.samples] == [len(sample) for sample in rollout.samples]
         assert rollout.failures.num_samples == 12
         assert not scorer._begun
-        assert not loop._ahead._texts
+        assert not loop._scoring_ahead._texts
         assert not is_scoring()
 
 

@@ -27,7 +27,7 @@ from rhymerl.backends.sglang.served import RunningServer
 from rhymerl.backends.sglang.settings import SGLangSettings
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.run_ahead import listens
+from rhymerl.drafters.wrapped import listens
 from rhymerl.engine.support import refuse_impossible
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore

@@ -18,7 +18,7 @@ from rhymerl.backends.sglang.settings import SGLangSettings
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import innermost
+from rhymerl.drafters.wrapped import innermost
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history.files import to_bytes
 from rhymerl.history.packing import pack_delta

@@ -43,7 +43,7 @@ Load = Callable[[WeightSource, int], RolloutBackend]
 
 
 class WorkerHost(Host):
-    """A host whose engine `load` gives, once there are weights.
+    """A host whose backend `load` gives, once there are weights.
 
     `run` is called in a thread of its own, `post` and `poll` from others; or `step` from one alone, in lockstep, where
     the engine's `budget` learns nothing from evaluations.
@@ -105,7 +105,7 @@ class WorkerHost(Host):
             self.release()
 
     def release(self) -> None:
-        """Free the engine, once nobody works with it any more."""
+        """Free the backend, once nobody works with it any more."""
         if self._episodes is not None:
             self._episodes.close()
         if self._backend is not None:
@@ -125,13 +125,13 @@ class WorkerHost(Host):
 
     @property
     def _is_idle(self) -> bool:
-        return self._is_settled and not self.is_running and not self.num_waiting
+        return self._is_up_to_date and not self.is_running and not self.num_waiting
 
     def _rest(self, only_evaluates: bool) -> None:
-        """Let requests of training steps leave the engine, or come back, and with them what the budget has learned."""
+        """Let requests of training steps leave the backend, or come back, and with them what the budget has learned."""
         if only_evaluates == self._only_evaluates:
             return
-        self._only_evaluates, self._is_settled = only_evaluates, False
+        self._only_evaluates, self._is_up_to_date = only_evaluates, False
         self._take_out([job for job in self._jobs.values() if job.is_running and not self._may_run(job)])
         if self._budget is not None and only_evaluates:
             self._learned = deepcopy(self._budget.state_dict())
@@ -168,7 +168,7 @@ class WorkerHost(Host):
             case HistoryUpdate():
                 self._update_history(message)
             case Learn():
-                self.engine.learn(message.samples)
+                self.backend.learn(message.samples)
             case Measure():
                 measured = self.metrics()
                 with self._changed:
@@ -177,10 +177,10 @@ class WorkerHost(Host):
 
     def _take_weights(self, message: Weights) -> None:
         def load() -> RolloutBackend:
-            engine = self._load(message.source, message.version)
+            backend = self._load(message.source, message.version)
             if self._backend is None:
-                engine.follow(self._history)
-            return engine
+                backend.follow(self._history)
+            return backend
 
         self.renew(message.version, load)
 

@@ -13,10 +13,10 @@ from rhymerl.models.sharding import GatheredTensors
 from rhymerl.types import Completion, Output, Sample
 from rhymerl.workers.base import over_workers
 from rhymerl.workers.coordinator import SharedPlan, StepRequests, make_plan, wants_progress
-from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.messages import Learn, Measure, Weights
 from rhymerl.workers.remote.pool import WorkerPool
-from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.run_ahead_state import RunAheadState
+from rhymerl.workers.step_in_flight import StepInFlight
 from rhymerl.workers.versions import Versions
 
 _SLICE_S = 0.05  # between two looks of the coordinator
@@ -42,7 +42,7 @@ class HostedWorkers(WorkerPool):
             )
         self._resumed: RunAheadState | None = None
         self._published: int | None = None  # the newest version
-        self._ahead: InFlight | None = None  # the step to come
+        self._next_step: StepInFlight | None = None  # once it has begun ahead
         self._ended_at = time.monotonic()  # the latest `answer`
         self._busy_frac = 0.0
         self._num_exchanges = 0  # of the latest `answer`
@@ -55,48 +55,48 @@ class HostedWorkers(WorkerPool):
             return
         started = time.monotonic()
         with self.changed:
-            self.settle()
-            pending = self._begin(work)
+            self.take_events()
+            step = self._begin(work)
         reports = wants_progress(self.scheduler)
-        coordinator = self.coordinator(work, pending.plan, works_on=True)
+        coordinator = self.coordinator(work, step.plan, works_on=True)
         is_done, self._num_exchanges = False, 0
         while not is_done:
             with self.changed:
-                self._listen_a_while(pending)
-                completed = pending.take()
-                moved, pending.moved = pending.moved, {}
-                report = pending.report(completed, pending.num_tokens() if reports else {})
+                self._listen_a_while(step)
+                completed = step.take()
+                moved, step.moved = step.moved, {}
+                report = step.report(completed, step.num_tokens() if reports else {})
             yield from completed
             coordinator.note_moves(moved)
             command = coordinator.decide([(0, report)])
             if command is None:
                 continue
             with self.changed:
-                self.move(pending, command.moves)
+                self.move(step, command.moves)
                 if command.plan is not None and work.following is not None:
-                    self._ahead = self._launch(work.next_step(), command.plan, ahead=1)
+                    self._next_step = self._launch(work.next_step(), command.plan, ahead=1)
             is_done = command.is_done
         with self.changed:
-            self.pending.remove(pending)
-            if not pending.is_evaluation and self.lockstep and self._ahead is not None:
+            self.steps_in_flight.remove(step)
+            if not step.is_evaluation and self.lockstep and self._next_step is not None:
                 # The workers go on with the next step during the update.
                 self.step(self.backend.ticks_of_update(self._num_exchanges), waits=False)
         self.num_moves = coordinator.num_moves
         self._account(started)
 
-    def _begin(self, work: StepRequests) -> InFlight:
+    def _begin(self, work: StepRequests) -> StepInFlight:
         """Return the step, which may have begun during the update before, or before the run was resumed."""
-        ahead = self._ahead
-        # Further rounds of a step go before the one to come.
-        if work.number is None or ahead is None or ahead.work.priority > work.number:
+        begun = self._next_step
+        # Further rounds of a step go before the next one.
+        if work.number is None or begun is None or begun.work.priority > work.number:
             state = self._resumed if self._resumed is not None and self._resumed.step == work.number else None
             self._resumed = None if state is not None else self._resumed
             return self._launch(work, *self._of_state(state, work))
-        self._ahead = None
-        if ahead.work.step == work.step and ahead.work.asked == work.asked:
-            ahead.work = work
-            return ahead
-        self.abandon(ahead)
+        self._next_step = None
+        if begun.work.step == work.step and begun.work.asked == work.asked:
+            begun.work = work
+            return begun
+        self.abandon(begun)
         return self._launch(work, self._plan(work))
 
     def _of_state(self, state: RunAheadState | None, work: StepRequests) -> tuple[SharedPlan, Mapping[str, Output]]:
@@ -110,13 +110,13 @@ class HostedWorkers(WorkerPool):
 
     def _launch(
         self, work: StepRequests, plan: SharedPlan, outputs: Mapping[str, Output] | None = None, *, ahead: int = 0
-    ) -> InFlight:
+    ) -> StepInFlight:
         """Give workers a step; `ahead` is how many policies later than the newest one it is trained."""
         mode = self.run_ahead if work.number is not None else "off"
         versions = Versions.of(self._version + ahead, mode, self.max_staleness)
-        pending = InFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
-        self.launch(pending)
-        return pending
+        step = StepInFlight(work=work, plan=plan, versions=versions, outputs=dict(outputs or {}))
+        self.launch(step)
+        return step
 
     def spans(self) -> list[WorkerSpan]:
         with self.changed:
@@ -134,27 +134,27 @@ class HostedWorkers(WorkerPool):
         self.busy_s = self._busy_frac * (now - started) * self.ranks.size
         self._ended_at = now
 
-    def _listen_a_while(self, pending: InFlight) -> None:
+    def _listen_a_while(self, step: StepInFlight) -> None:
         """Wait until something is new in a step, but not for long."""
         if self.lockstep:
             self._num_exchanges += 1
             # An evaluation leaves no trace in training: not in its passes either.
-            self.step(self.backend.ticks_per_exchange, only_evaluates=pending.is_evaluation)
+            self.step(self.backend.ticks_per_exchange, only_evaluates=step.is_evaluation)
         else:
-            self.wait(_SLICE_S, lambda: pending.finished or pending.moved)
+            self.wait(_SLICE_S, lambda: step.finished or step.moved)
 
     @property
     def num_waiting(self) -> int:
         with self.changed:
-            return sum(pending.num_waiting for pending in self.pending)
+            return sum(step.num_waiting for step in self.steps_in_flight)
 
     @property
     def works_ahead(self) -> bool:
-        return self._ahead is not None and not self.lockstep
+        return self._next_step is not None and not self.lockstep
 
     def ended_ahead(self) -> list[Completion]:
         with self.changed:
-            return self._ahead.unseen() if self._ahead is not None else []
+            return self._next_step.unseen() if self._next_step is not None else []
 
     # -- between steps -------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class HostedWorkers(WorkerPool):
             return
         weights = Weights(version=policy_version, source=self.backend.publish(named_tensors))
         with self.changed:
-            self.settle()
+            self.take_events()
             is_first = self.weights is None
             self.publish(weights)
             if is_first and self.backend.starts_together:
@@ -186,18 +186,18 @@ class HostedWorkers(WorkerPool):
     def learn(self, samples: Sequence[Sample]) -> None:
         if self.backend.learns:
             with self.changed:
-                self.settle()
+                self.take_events()
                 self.post(Learn(samples=samples))
 
     def follow(self, history: HistoryStore) -> None:
-        """Do nothing: workers get a prompt's past answers with the prompt."""
+        """Set the history; along with requests the pool sends each worker what it lacks of it."""
         self.history = history if self.backend.remembers else None
 
     def metrics(self) -> Mapping[str, float]:
         if self.ranks.rank != 0:
             return {}
         with self.changed:
-            self.settle()
+            self.take_events()
             asked = [handle for handle in self.handles if handle.is_up]
             for handle in asked:
                 handle.measured.clear()
@@ -218,8 +218,8 @@ class HostedWorkers(WorkerPool):
 
     def state(self) -> RunAheadState | None:
         with self.changed:
-            self.settle()
-            return self._ahead.state() if self._ahead is not None else self._resumed
+            self.take_events()
+            return self._next_step.state() if self._next_step is not None else self._resumed
 
     def restore(self, state: RunAheadState | None) -> None:
         self._resumed = state

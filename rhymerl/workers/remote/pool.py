@@ -15,10 +15,10 @@ from rhymerl.history import HistoryStore
 from rhymerl.history.packing import PackedPrompt
 from rhymerl.types import Split
 from rhymerl.workers.base import Workers
-from rhymerl.workers.in_flight import InFlight
 from rhymerl.workers.messages import Events, HostMessage, Weights, Withdraw
 from rhymerl.workers.remote.base import HostedBackend
 from rhymerl.workers.remote.handle import WorkerHandle
+from rhymerl.workers.step_in_flight import StepInFlight
 
 LOG = logging.getLogger(__name__)
 _POLL_S = 0.1  # a worker keeps what is not urgent for so long
@@ -41,7 +41,7 @@ class WorkerPool(Workers):
     def __post_init__(self) -> None:
         self.num_lost = 0
         self.changed = threading.Condition(threading.RLock())
-        self.pending: list[InFlight] = []  # the oldest first
+        self.steps_in_flight: list[StepInFlight] = []  # the oldest first
         self.history: HistoryStore | None = None  # for drafters that want it
         self.weights: Weights | None = None
         self._error: Exception | None = None
@@ -84,55 +84,55 @@ class WorkerPool(Workers):
         self.weights = weights
         self.post(weights)
 
-    def launch(self, pending: InFlight) -> None:
+    def launch(self, step: StepInFlight) -> None:
         """Give each worker its queue of a step, without answered requests; others take a missing worker's queue."""
-        self.pending.append(pending)
-        requests = pending.work.requests
-        for handle, queue in zip(self.handles, pending.plan.queues, strict=True):
+        self.steps_in_flight.append(step)
+        requests = step.work.requests
+        for handle, queue in zip(self.handles, step.plan.queues, strict=True):
             names = [requests[index].id for index in queue]
-            pending.worker |= dict.fromkeys(names, handle.number)
+            step.worker |= dict.fromkeys(names, handle.number)
             for name in names:
-                output = pending.outputs.get(name)
-                if output is not None and output.is_finished and pending.versions.is_final(output):
-                    pending.finish(name, output)
-            left = [name for name in names if name in pending.worker]
-            self._hand(handle, pending, left)
+                output = step.outputs.get(name)
+                if output is not None and output.is_finished and step.versions.is_final(output):
+                    step.finish(name, output)
+            left = [name for name in names if name in step.worker]
+            self._hand(handle, step, left)
 
-    def move(self, pending: InFlight, moves: Mapping[int, int]) -> None:
+    def move(self, step: StepInFlight, moves: Mapping[int, int]) -> None:
         """Take requests back for `_take_released` to give to other workers; those for a missing worker stay."""
         by_worker: dict[int, list[str]] = {}
         for index, goal in moves.items():
-            name = pending.work.requests[index].id
-            if (now := pending.worker.get(name)) is None or now == goal:
+            name = step.work.requests[index].id
+            if (now := step.worker.get(name)) is None or now == goal:
                 continue
             if self.handles[goal].is_missing:
-                pending.moved[index] = now
+                step.moved[index] = now
                 continue
             by_worker.setdefault(now, []).append(name)
-            pending.goals[name] = goal
+            step.goals[name] = goal
         for worker, names in by_worker.items():
             self.handles[worker].connection.post(Withdraw(ids=names))
 
-    def abandon(self, pending: InFlight) -> None:
+    def abandon(self, step: StepInFlight) -> None:
         """Nobody wants its answers any more."""
-        self.pending.remove(pending)
+        self.steps_in_flight.remove(step)
         for handle in self.handles:
-            names = [name for name, worker in pending.worker.items() if worker == handle.number]
+            names = [name for name, worker in step.worker.items() if worker == handle.number]
             if names:
                 handle.connection.post(Withdraw(ids=names))
 
-    def _hand(self, handle: WorkerHandle, pending: InFlight, names: Sequence[str]) -> None:
+    def _hand(self, handle: WorkerHandle, step: StepInFlight, names: Sequence[str]) -> None:
         """Give a worker requests, or others where it is missing."""
         if handle.is_missing:
-            self._deal(pending, names)
+            self._deal(step, names)
         else:
-            self._submit(handle, pending, names)
+            self._submit(handle, step, names)
 
-    def _submit(self, handle: WorkerHandle, pending: InFlight, names: Sequence[str]) -> None:
+    def _submit(self, handle: WorkerHandle, step: StepInFlight, names: Sequence[str]) -> None:
         """Give a worker requests, with the past answers to their prompts."""
         if not names:
             return
-        message = pending.submit(names)
+        message = step.submit(names)
         if self.history is not None:
             newest = self._newest(self.history, message.requests[0].split)
             if (unknown := handle.update_for(self.history, message.requests, newest=newest)) is not None:
@@ -175,10 +175,10 @@ class WorkerPool(Workers):
         for handle in self.handles:
             handle.asked = handle.connection.step(ticks, only_evaluates=only_evaluates)
         if waits:
-            self.settle()
+            self.take_events()
 
-    def settle(self) -> None:
-        """Take the events of workers in lockstep, in the order of their numbers.
+    def take_events(self) -> None:
+        """Take the events that workers in lockstep have been asked for, in the order of their numbers.
 
         First all of them have stopped: what one tells may move requests of another, which is not to hear of it before
         its next exchange.
@@ -218,31 +218,31 @@ class WorkerPool(Workers):
         if events.finished or events.deltas:
             self._losses[handle.number] = 0
         for name, output in events.finished:
-            if (pending := self._owned(name, handle)) is not None:
-                pending.finish(name, output)
+            if (step := self._owned(name, handle)) is not None:
+                step.finish(name, output)
         for delta in events.deltas:
-            if (pending := self._owned(delta.id, handle)) is not None:
-                pending.extend(delta)
+            if (step := self._owned(delta.id, handle)) is not None:
+                step.extend(delta)
         self._take_released(events, handle)
         if handle.is_up and not was_up:
             self._even_out(handle)
 
-    def _owned(self, name: str, handle: WorkerHandle) -> InFlight | None:
+    def _owned(self, name: str, handle: WorkerHandle) -> StepInFlight | None:
         """Return the step in which this worker has this request."""
-        return next((each for each in self.pending if each.worker.get(name) == handle.number), None)
+        return next((each for each in self.steps_in_flight if each.worker.get(name) == handle.number), None)
 
     def _take_released(self, events: Events, handle: WorkerHandle) -> None:
         by_goal: dict[tuple[int, int], list[str]] = {}
         for name, output in events.released:
-            if (pending := self._owned(name, handle)) is None:
+            if (step := self._owned(name, handle)) is None:
                 continue
-            goal = pending.goals.pop(name, handle.number)
-            pending.worker[name] = goal
+            goal = step.goals.pop(name, handle.number)
+            step.worker[name] = goal
             if len(output):
-                pending.outputs[name] = output
-            by_goal.setdefault((goal, self.pending.index(pending)), []).append(name)
+                step.outputs[name] = output
+            by_goal.setdefault((goal, self.steps_in_flight.index(step)), []).append(name)
         for (goal, number), names in by_goal.items():
-            self._hand(self.handles[goal], self.pending[number], names)
+            self._hand(self.handles[goal], self.steps_in_flight[number], names)
 
     # -- workers that are lost ---------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class WorkerPool(Workers):
         if self.lockstep:
             raise BackendError(f"worker {handle.number} is lost ({reason}), and others cannot go on for it in lockstep")
         self.num_lost += 1
-        self._losses[handle.number] += any(handle.number in each.worker.values() for each in self.pending)
+        self._losses[handle.number] += any(handle.number in each.worker.values() for each in self.steps_in_flight)
         if self._losses[handle.number] > _LOSSES:
             raise BackendError(
                 f"worker {handle.number} was lost {_LOSSES + 1} times before it told of a token: {reason}"
@@ -283,36 +283,36 @@ class WorkerPool(Workers):
         LOG.warning("worker %d is lost (%s): its requests go on elsewhere", handle.number, reason)
         handle.connection.kill()
         self.handles[handle.number] = self._handle(handle.number, is_late=True)
-        for pending in self.pending:
-            names = [name for name, worker in pending.worker.items() if worker == handle.number]
-            self._deal(pending, names)
+        for step in self.steps_in_flight:
+            names = [name for name, worker in step.worker.items() if worker == handle.number]
+            self._deal(step, names)
 
-    def _deal(self, pending: InFlight, names: Sequence[str]) -> None:
+    def _deal(self, step: StepInFlight, names: Sequence[str]) -> None:
         """Give requests to the least busy workers that are up; if none is, to those that were there from the start."""
         goals = [handle for handle in self.handles if handle.is_up]
         goals = goals or [handle for handle in self.handles if not handle.is_late] or self.handles
-        load = Counter(worker for each in self.pending for worker in each.worker.values())
+        load = Counter(worker for each in self.steps_in_flight for worker in each.worker.values())
         shares: dict[int, list[str]] = {}
         for name in names:
             goal = min((handle.number for handle in goals), key=lambda worker: load[worker])
             load[goal] += 1
             shares.setdefault(goal, []).append(name)
-            pending.goals.pop(name, None)
-            pending.worker[name] = goal
-            pending.moved[pending.index[name]] = goal
+            step.goals.pop(name, None)
+            step.worker[name] = goal
+            step.moved[step.index[name]] = goal
         for worker, share in shares.items():
-            self._submit(self.handles[worker], pending, share)
+            self._submit(self.handles[worker], step, share)
 
     def _even_out(self, handle: WorkerHandle) -> None:
         """Give a late worker half of the busiest one's requests, the last of its queue."""
-        for pending in self.pending:
+        for step in self.steps_in_flight:
             by_worker: dict[int, list[str]] = {}
-            for name, worker in pending.worker.items():
+            for name, worker in step.worker.items():
                 by_worker.setdefault(worker, []).append(name)
             if by_worker.get(handle.number) or not by_worker:
                 continue
             busiest = max(by_worker, key=lambda worker: len(by_worker[worker]))
             names = by_worker[busiest][(len(by_worker[busiest]) + 1) // 2 :]
-            moves = {pending.index[name]: handle.number for name in names}
-            self.move(pending, moves)
-            pending.moved |= moves
+            moves = {step.index[name]: handle.number for name in names}
+            self.move(step, moves)
+            step.moved |= moves

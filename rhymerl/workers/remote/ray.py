@@ -23,7 +23,7 @@ from rhymerl.backends.remote.weights import buckets
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import innermost, listens
+from rhymerl.drafters.wrapped import innermost, listens
 from rhymerl.errors import BackendError, ConfigError, at_least, check_ranges, require_package
 from rhymerl.memory.base import EngineShape
 from rhymerl.memory.outline import ModelShape

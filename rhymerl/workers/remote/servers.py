@@ -17,7 +17,7 @@ from rhymerl.backends.remote.client import NoAnswerError
 from rhymerl.budgets.base import Budget
 from rhymerl.drafters.base import Drafter
 from rhymerl.drafters.none import NoDrafter
-from rhymerl.drafters.run_ahead import innermost
+from rhymerl.drafters.wrapped import innermost
 from rhymerl.errors import BackendError, ConfigError
 from rhymerl.history import HistoryStore
 from rhymerl.memory.base import Setup

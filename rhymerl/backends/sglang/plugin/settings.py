@@ -20,7 +20,7 @@ from rhymerl.backends.sglang.plugin.warm_up import warm_up
 from rhymerl.budgets import Budget, FixedBudget, GoodputBudget
 from rhymerl.config import describe, instantiate
 from rhymerl.drafters.base import Drafter
-from rhymerl.drafters.run_ahead import innermost
+from rhymerl.drafters.wrapped import innermost
 from rhymerl.errors import BackendError, ConfigError
 
 COUNTERS, FEED = "counters", "feed"  # in the folder

@@ -38,7 +38,7 @@ def keyed_verify(original: Any) -> Any:
         if group.world_size > 1:  # as the tokens below
             logprobs = group.broadcast(logprobs, src=0)
         logits_output.keyed_logprobs = logprobs
-        return _widened(_follow(verify_input, sampled.view(num_requests, n)), verify_input)
+        return _widened(_accept(verify_input, sampled.view(num_requests, n)), verify_input)
 
     return verify
 
@@ -50,7 +50,7 @@ def _widened(found: tuple[Tensor, Tensor, Tensor], verify_input: Any) -> tuple[T
     return predict, lengths, pad(index, (0, missing), value=-1) if missing > 0 else index
 
 
-def _follow(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _accept(verify_input: Any, sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, lengths (with bonus) and indices by SGLang's greedy verification against the draws [R, n]."""
     num_requests, n = sampled.shape
     like = torch.empty(0, dtype=torch.int32, device=sampled.device)

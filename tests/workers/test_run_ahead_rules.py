@@ -11,7 +11,7 @@ from rhymerl.drafts import NOT_DRAFTED, DraftSource
 from rhymerl.schedulers import FIFOScheduler
 from rhymerl.testing import make_requests
 from rhymerl.types import Completion, Output, Sample
-from rhymerl.workers.auto import DraftWherePays, RunAheadRule, rule_of, share_ahead
+from rhymerl.workers.run_ahead_rules import DraftWherePays, RunAheadRule, rule_of, share_ahead
 
 
 def begun(rule: RunAheadRule, shares: list[float | None]) -> list[bool]:

@@ -10,12 +10,12 @@ from itertools import islice
 from rhymerl.types import Completion, Output, RolloutRequest
 from rhymerl.workers.coordinator import ProgressReport, SharedPlan, StepRequests
 from rhymerl.workers.messages import OutputDelta, Submit
-from rhymerl.workers.run_ahead import RunAheadState
+from rhymerl.workers.run_ahead_state import RunAheadState
 from rhymerl.workers.versions import Versions
 
 
 @dataclass(slots=True, kw_only=True)
-class InFlight:
+class StepInFlight:
     """A step that is being answered. Every request has one worker, or is finished."""
 
     work: StepRequests
@@ -25,7 +25,7 @@ class InFlight:
     worker: dict[str, int] = field(default_factory=dict)  # of unfinished requests
     finished: deque[str] = field(default_factory=deque)  # that nobody has taken yet
     num_seen: int = 0  # of these, from the first on
-    goals: dict[str, int] = field(default_factory=dict)  # of requests that their worker is to give back: the next one
+    goals: dict[str, int] = field(default_factory=dict)  # the worker that gets a request once its own has given it back
     moved: dict[int, int] = field(default_factory=dict)  # by index, those that went elsewhere because a worker was lost
     index: Mapping[str, int] = field(init=False)
 
@@ -56,7 +56,7 @@ class InFlight:
         self.finished.append(name)
 
     def extend(self, delta: OutputDelta) -> None:
-        self.outputs[delta.id] = delta.behind(self.outputs.get(delta.id))
+        self.outputs[delta.id] = delta.applied_to(self.outputs.get(delta.id))
 
     def take(self) -> list[Completion]:
         """Return the answers that have ended since the last time."""
