@@ -31,8 +31,9 @@ _BASE = ".base_layer."  # in the names of an adapted layer's own parameters
 class LoRA:
     """Adapters on the linear layers whose names end with one of `targets`, such as q_proj.
 
-    None: on all but the head. Experts are no layers, and the output layers of Mamba mixers, whose weights fused kernels
-    read themselves, get none. In updates a share `dropout` of the adapters' inputs is left out.
+    None: on all but the head. Experts are no layers. The output layers of Mamba mixers, whose weights fused kernels
+    read themselves, and routers that choose the experts themselves (Llama 4, Phi-MoE) get none. In updates a share
+    `dropout` of the adapters' inputs is left out.
     """
 
     rank: int = at_least(1, 16)
@@ -58,7 +59,7 @@ class LoRA:
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=self._found_in(model),
-            exclude_modules=[*_of_towers(model), *(_read_by_kernels(model) if self.targets else ())] or None,
+            exclude_modules=[*_of_towers(model), *(_more_than_linear(model) if self.targets else ())] or None,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -69,14 +70,17 @@ class LoRA:
         """Return names of layers. Peft's own "all-linear" is not used: it means parameters too that are no layers."""
         head = model.get_output_embeddings()
         is_tied = model.config.tie_word_embeddings
-        spared = {*_of_towers(model), *_read_by_kernels(model)}
+        spared = {*_of_towers(model), *_more_than_linear(model)}
         layers = {
             name: module
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and not (is_tied and module is head) and name not in spared
         }
+        others = [name for name, module in layers.items() if module is not head]
+        if not (others if self.targets is None else layers):
+            raise ConfigError(f"adapter: {type(model).__name__} has no linear layers of its own; expected null")
         if self.targets is None:
-            return [name for name, module in layers.items() if module is not head]
+            return others
         given = f"adapter.targets={list(self.targets)}"
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         for target in self.targets:
@@ -95,13 +99,11 @@ def _of_towers(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _read_by_kernels(model: PreTrainedModel) -> set[str]:
-    """Return the names of the output layers of Mamba mixers."""
-    return {
-        f"{name}.out_proj"
-        for name, module in model.named_modules()
-        if hasattr(module, "A_log") and hasattr(module, "D")
-    }
+def _more_than_linear(model: PreTrainedModel) -> set[str]:
+    """Return the names of the output layers of Mamba mixers, and of routers that choose the experts themselves."""
+    named = list(model.named_modules())
+    mixers = {f"{name}.out_proj" for name, module in named if hasattr(module, "A_log") and hasattr(module, "D")}
+    return mixers | {name for name, module in named if isinstance(module, nn.Linear) and hasattr(module, "num_experts")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

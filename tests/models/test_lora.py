@@ -28,6 +28,7 @@ from rhymerl.training.settings import UpdateSettings
 from rhymerl.training.updater import Updater
 from tests.engine.test_lossless import answers
 from tests.models.hybrid import HYBRIDS, hybrid_model
+from tests.models.small import small_model
 from tests.models.windowed import windowed_model
 from tests.training.updates import scored
 
@@ -235,6 +236,13 @@ def test_arguments_out_of_range(settings, message):
         LoRA(**settings)
 
 
+@pytest.mark.parametrize("targets", [None, ["c_attn"]])
+def test_a_model_without_linear_layers(targets):
+    """Those of GPT-2 are transposed convolutions."""
+    with pytest.raises(ConfigError, match=r"adapter: GPT2LMHeadModel has no linear layers of its own; expected null"):
+        LoRA(targets=targets).put_on(small_model("gpt2"), seed=0)
+
+
 def test_targets_that_the_model_lacks():
     message = r"adapter.targets=\['q_proj', 'query'\]: .* no linear layer 'query' of its own; expected some of .*q_proj"
     with pytest.raises(ConfigError, match=message):
@@ -296,8 +304,12 @@ def test_experts_are_no_layers():
     torch.testing.assert_close(logits(plain.model), logits(policy.model), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "falcon_h1", "bamba", "qwen3_5_text"])
-def test_all_layers_of_a_family_are_adapted_but_those_that_fused_kernels_read(family):
+OF_FAMILIES = ["deepseek_v3", "qwen2_moe", "falcon_h1", "bamba", "qwen3_5_text", "phimoe", "llama4_text"]
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_all_layers_of_a_family_are_adapted_but_those_that_are_more(family):
+    """Fused kernels read the output layers of Mamba mixers, and these routers choose the experts themselves."""
     model = hybrid_model(family) if family in HYBRIDS else windowed_model(family)
     layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     before = logits(model)
@@ -306,9 +318,9 @@ def test_all_layers_of_a_family_are_adapted_but_those_that_fused_kernels_read(fa
     assert model.config.model_type == family
     torch.testing.assert_close(logits(model), before, atol=0, rtol=0)
     adapted = {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
-    of_mamba = {name for name in layers if name.endswith("mamba.out_proj")}
-    assert adapted == layers - of_mamba - {"lm_head"}
-    assert bool(of_mamba) == (family in ("falcon_h1", "bamba"))
+    more = {name for name in layers if name.endswith(("mamba.out_proj", ".router"))}
+    assert adapted == layers - more - {"lm_head"}
+    assert bool(more) == (family in ("falcon_h1", "bamba", "phimoe", "llama4_text"))
 
 
 def test_the_output_layer_of_a_mamba_mixer_is_no_target():
@@ -317,6 +329,11 @@ def test_the_output_layer_of_a_mamba_mixer_is_no_target():
         ConfigError, match=r"adapter.targets=\['out_proj'\]: FalconH1ForCausalLM has no linear layer 'out_proj'"
     ):
         LoRA(2, targets=["out_proj"]).put_on(hybrid_model("falcon_h1"), seed=0)
+
+
+def test_a_router_that_chooses_is_no_target():
+    with pytest.raises(ConfigError, match=r"Llama4ForCausalLM has no linear layer 'router' of its own"):
+        LoRA(2, targets=["router"]).put_on(windowed_model("llama4_text"), seed=0)
 
 
 def test_adapters_of_another_kind_are_refused():
