@@ -215,8 +215,8 @@ def test_under_a_new_policy_an_episode_begins_again_along_its_tokens():
 
 
 def renewed(host: Host) -> TokenBackend:
-    host.engine.sync_weights((), 1)
-    return host.engine
+    host.backend.sync_weights((), 1)
+    return host.backend
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
