@@ -108,8 +108,7 @@ class EngineDrafting:
         else:
             started = self._follow(rows, ahead) if started is None else started
             drafts = self._drafts(rows)
-        largest = int(drafts.counts.max(initial=0))
-        width = next(width for width in self._widths if width >= largest)
+        width = self._width(drafts)
         if self.protocol.hears_outcomes and not self._is_skipped and started is not None:
             self._verified = VerifiedPass(rows=rows, drafts=drafts, width=width, started=started)
         for row in rows:
@@ -146,6 +145,11 @@ class EngineDrafting:
         self._num_learned += 1
         if self._num_learned % _REPORT_EVERY == 0:
             self.budget.metrics()
+
+    def _width(self, drafts: DraftBatch) -> int:
+        """Return the width of a pass; tests schedule it."""
+        largest = int(drafts.counts.max(initial=0))
+        return next(width for width in self._widths if width >= largest)
 
     def note_other_pass(self) -> None:
         """Note that the engine reads prompts: the time of the pass before will not be known."""
