@@ -11,7 +11,7 @@ from typing import Any
 from rhymerl.config import other_names
 from rhymerl.config.annotations import fit, is_free_form, wants_component
 from rhymerl.config.components import plain
-from rhymerl.config.interpolation import value_at
+from rhymerl.config.interpolation import evaluate, value_at
 from rhymerl.config.targets import REQUIRED, Signature, import_target, is_dotted_path, signature_of
 from rhymerl.config.tree import ABSENT, find, is_component, join, link_of, origin, walk
 from rhymerl.errors import ConfigError
@@ -38,7 +38,7 @@ def classes(config: dict[str, Any]) -> Iterator[Component]:
     """Yield every component, outer ones first. Raises ConfigError for a class that cannot be imported."""
     for key, node in walk(config):
         if is_component(node):
-            path = value_at(config, setting := join(key, "_target_"))
+            path = evaluate(node["_target_"], config, setting := join(key, "_target_"))
             target = import_target(path, setting=setting)
             yield Component(key=key, node=node, path=path, target=target, signature=signature_of(target))
 

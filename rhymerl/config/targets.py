@@ -117,12 +117,14 @@ def signature_of(target: Callable[..., Any]) -> Signature:
 def _parameter(target: Callable[..., Any], found: inspect.Parameter) -> inspect.Parameter:
     """Return the parameter, its default also where a dataclass's factory makes it, which signatures hide.
 
-    Where infinity is the default, it may be given.
+    Where None or infinity is the default, it may be given.
     """
     annotation, default = _resolve(found.annotation, _namespace(target, found.name)), found.default
     field = getattr(target, "__dataclass_fields__", {}).get(found.name)
     if field is not None and field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
+    if default is None:
+        annotation = annotation | None if annotation is not Any else Any
     if isinstance(default, float) and math.isinf(default):
         annotation = typing.Annotated[annotation, *typing.get_args(MaybeInfinite)[1:]]
     return found.replace(annotation=annotation, default=default)

@@ -15,7 +15,7 @@ from rhymerl.models.attention import narrowed
 from rhymerl.models.logits import num_tokens
 from rhymerl.models.policy import context_tokens, evaluating, named, refusing
 from rhymerl.models.precision import computing_in
-from rhymerl.models.proof import other_attention
+from rhymerl.models.proof import check_windows, other_attention
 from rhymerl.models.rope import refuse_changing_rope
 from rhymerl.types import RolloutRequest
 
@@ -48,6 +48,7 @@ def prove_engine(model: PreTrainedModel) -> None:
     the model cannot be run in such a pass at all. What float32 does not tell from rounding is computed again in
     float64. A window that a sequence of the model's context reaches is narrowed so that it shows.
     """
+    check_windows(model)
     with narrowed(model, context_tokens(model.config)):
         _prove_engine(model)
 

@@ -92,6 +92,7 @@ class EnvironmentPool(ProcessPool[_Process]):
     error = EpisodeError
     name = "an environment's process"
     asked_for = "reply"
+    shares_work = False
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class EnvironmentPool(ProcessPool[_Process]):
 
     def _fill(self, process: _Process) -> None:
         has_calls = bool(process.waiting or process.suspects)
-        if has_calls and not process.is_running and monotonic() >= self._start_not_before:
+        if has_calls and not process.is_running and monotonic() >= process.start_not_before:
             self._start(process)
         if not process.is_ready or not self._flush(process):
             return

@@ -184,7 +184,7 @@ def write_files(files: Mapping[str, str], directory: str | Path) -> None:
 
 def _inside(directory: Path, name: str) -> Path:
     """Return the path of the file inside the folder. Names come out of a checkpoint, which may be anybody's."""
-    if "\0" in name or directory.resolve() not in (directory / name).resolve().parents:
+    if "\0" in name or ".." in Path(name).parts or directory.resolve() not in (directory / name).resolve().parents:
         raise ConfigError(f"policy file {name!r}: leads out of the directory that it belongs to")
     if Path(name).suffix not in _SUFFIXES:
         raise ConfigError(f"policy file {name!r}: no file of a config or a tokenizer ({', '.join(_SUFFIXES)})")

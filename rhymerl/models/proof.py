@@ -36,7 +36,7 @@ def prove_update(model: PreTrainedModel) -> None:
 
     What float32 does not tell from rounding is computed again in float64.
     """
-    _check_windows(model)
+    check_windows(model)
     try:
         _prove_update(model, torch.float32)
     except ConfigError:
@@ -45,7 +45,8 @@ def prove_update(model: PreTrainedModel) -> None:
         raise
 
 
-def _check_windows(model: PreTrainedModel) -> None:
+def check_windows(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a window below 1 in the model's config: of a chunk, ours are below 0."""
     config = model.config.get_text_config()
     if set(getattr(config, "layer_types", None) or ()) == {"full_attention"}:
         return  # Qwen2-MoE without windows says sliding_window=0

@@ -69,7 +69,7 @@ class Reward:
     default: float = 0.0
     on_failure: OnFailure = "default"
     timeout_s: float = 10.0
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # fixed keyword arguments, which win over columns
+    arguments: Mapping[str, Any] = _UNSET  # fixed keyword arguments, which win over columns
     is_only_here: bool = field(init=False, repr=False, compare=False)  # and runs in main for this reason alone
     call: RewardFn = field(init=False, repr=False, compare=False)
     home: Found | None = field(init=False, repr=False, compare=False)  # where another process can import it from

@@ -63,6 +63,7 @@ class RewardPool(ProcessPool[_PooledProcess]):
     error = RewardError
     name = "a reward process"
     asked_for = "result"
+    shares_work = True
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class RewardPool(ProcessPool[_PooledProcess]):
         while not until():
             deadlines = [each.deadline for each in self._processes if each.is_running and not each.is_idle]
             if self._lacks_processes:
-                deadlines.append(self._start_not_before)
+                deadlines.append(min(each.start_not_before for each in self._processes if not each.is_running))
             self._turn(max(0.0, min(deadlines) - monotonic()))
 
     def _turn(self, timeout_s: float) -> None:
@@ -127,7 +128,7 @@ class RewardPool(ProcessPool[_PooledProcess]):
             if process.is_idle and (calls := self._next_chunk()):
                 self._send(process, calls)
         for process in self._processes:
-            if not process.is_running and self._lacks_processes and monotonic() >= self._start_not_before:
+            if not process.is_running and self._lacks_processes and monotonic() >= process.start_not_before:
                 self._start(process)
 
     @property
@@ -191,7 +192,7 @@ def _is_concurrent(reward: Reward) -> bool:
 
 
 def _settings_of(reward: Reward) -> dict[str, Any]:
-    """Return a reward's settings, with the name by which another process imports its function."""
+    """Return a reward's settings; a function is replaced by module and name, by which another process imports it."""
     assert reward.home is not None, "a pooled reward can be imported"
     settings = {each.name: getattr(reward, each.name) for each in fields(Reward) if each.init}
-    return settings | {"function": f"{reward.home.module}.{reward.home.qualname}"}
+    return settings if isinstance(reward.function, str) else settings | {"function": reward.home[:2]}

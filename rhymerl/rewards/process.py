@@ -45,6 +45,8 @@ class ChildProcess:
     def __init__(self, program: str, setup: Any) -> None:
         """Prepare to start the module `program` with a first message."""
         self._arguments = program, setup
+        self.num_failed_starts = 0  # one after another
+        self.start_not_before = 0.0
         self.pending: dict[int, Any] = {}  # the calls that it is at, by number
         self.is_running = False
         self.is_ready = False
@@ -119,12 +121,11 @@ class ProcessPool(ABC, Generic[Process]):
     error: ClassVar[type[RunError]]
     name: ClassVar[str]  # such as "a reward process"
     asked_for: ClassVar[str]  # what the processes write
+    shares_work: ClassVar[bool]  # any process can do what another was to do
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes  # to be started where there is work for them
         self._selector = selectors.DefaultSelector()
-        self._num_failed_starts = 0  # since one succeeded
-        self._start_not_before = 0.0
 
     @abstractmethod
     def _take(self, process: Process, outcome: Outcome) -> None:
@@ -159,11 +160,13 @@ class ProcessPool(ABC, Generic[Process]):
                 process.heard_at = monotonic()
                 if outcome.number != START:
                     self._take(process, outcome)
-                elif outcome.kind != "ok":
+                elif outcome.kind != "ok" and not process.is_ready:
                     raise self.error(outcome.message)
-                elif not process.is_ready:
+                elif outcome.kind != "ok":
+                    raise StrayBytesError
+                elif not process.is_ready:  # else it is a sign of life
                     process.is_ready = True
-                    self._num_failed_starts = 0
+                    process.num_failed_starts = 0
         except StrayBytesError:
             self._lose(process, f"something else than its {self.asked_for} was written into its process's pipe")
         except (EOFError, OSError):
@@ -173,24 +176,25 @@ class ProcessPool(ABC, Generic[Process]):
         try:
             process.start()
         except OSError as error:
-            self._start_later(str(error))
+            self._start_later(process, str(error))
         else:
             self._selector.register(process.connection, selectors.EVENT_READ, process)
 
-    def _start_later(self, reason: str) -> None:
-        """Let some time pass after a failed start. Raises `error` when too many failed and nobody is at work."""
+    def _start_later(self, process: Process, reason: str) -> None:
+        """Let some time pass after a failed start. Raises `error` when too many failed and nobody does its work."""
         last = len(_START_AGAIN_AFTER_S) - 1
-        if self._num_failed_starts > last and not any(process.is_ready for process in self._processes):
+        is_replaced = self.shares_work and any(each.is_ready for each in self._processes)
+        if process.num_failed_starts > last and not is_replaced:
             raise self.error(f"{self.name} did not start: {reason}")
-        self._start_not_before = monotonic() + _START_AGAIN_AFTER_S[min(self._num_failed_starts, last)]
-        self._num_failed_starts += 1
+        process.start_not_before = monotonic() + _START_AGAIN_AFTER_S[min(process.num_failed_starts, last)]
+        process.num_failed_starts += 1
 
     def _lose(self, process: Process, message: str = "") -> None:
         """End a process that has died, or that writes something else than what it is asked for."""
         was_ready = process.is_ready
         ending = self._end(process)
         if not was_ready:
-            self._start_later(ending)
+            self._start_later(process, ending)
         self._lose_calls(process, message or ending)
 
     def _end(self, process: Process) -> str:

@@ -15,6 +15,7 @@ from rhymerl.rewards.calls import Attempt, Call, Caller
 from rhymerl.rewards.child import Parent
 from rhymerl.rewards.hooks import opened
 from rhymerl.rewards.lines import START, Outcome, line_of
+from rhymerl.rewards.resolve import imported
 
 
 class Chunk(NamedTuple):
@@ -25,17 +26,18 @@ class Chunk(NamedTuple):
 
 
 def serve(parent: Parent) -> None:
-    """Score chunks of calls; the first message has the rewards' settings, with dotted names for functions."""
+    """Score chunks of calls; the first message has the rewards' settings, with names for functions."""
     settings: list[Mapping[str, Any]] = parent.receive()
     callers = []
     with ExitStack() as stack:
         for each in settings:
             with Attempt() as attempt:
-                reward = Reward(**each)
+                name = each["function"]
+                reward = Reward(**{**each, "function": name if isinstance(name, str) else imported(*name)})
                 arguments = opened(reward.call, reward.arguments, stack)
                 callers.append(Caller(reward=reward, arguments=arguments, drive=_drive))
             if attempt.error is not None:
-                words = f"rewards.{each['name']}: a reward process cannot import it: {attempt.error}"
+                words = f"rewards.{each['name']}: a reward process cannot import it: {attempt.message}"
                 parent.send(line_of(Outcome(START, "error", message=words)))
                 return
         parent.send(line_of(Outcome(START, "ok")))

@@ -45,9 +45,14 @@ def find_home(function: Any) -> Found | None:
     if not module or not qualname or module == "__main__":
         return None
     with Attempt():
-        if reduce(getattr, qualname.split("."), import_module(module)) == function:
+        if imported(module, qualname) == function:
             return Found(module, qualname, function)
     return None
+
+
+def imported(module: str, qualname: str) -> Any:
+    """Return what has that name in the module, which is imported."""
+    return reduce(getattr, qualname.split("."), import_module(module))
 
 
 def _import_longest(parts: list[str], argument: str) -> ModuleType:

@@ -219,3 +219,15 @@ def test_an_object_of_another_kind_is_refused_by_the_setting() -> None:
     with pytest.raises(ConfigError, match="^drafter: expected a subclass of .* and NoneType is none$"):
         instantiate(None, key="drafter", kind=Drafter)
     assert isinstance(instantiate(NoDrafter(), key="drafter", kind=Drafter), NoDrafter)
+
+
+def test_arguments_whose_default_is_none_may_be_none() -> None:
+    """As the config of a run writes them, also where the annotation does not say so."""
+    config = compose("base", ["rewards={mine: {_target_: rhymerl.Reward, function: rhymerl.rewards.exact_match}}"])
+    assert config.rewards.mine.name is None
+    assert instantiate(config.rewards, key="rewards")["mine"].name == "exact_match"
+
+
+def test_a_component_may_stand_under_a_name_with_a_dot() -> None:
+    config = compose("base", ["rewards={a.b: {_target_: rhymerl.Reward, function: rhymerl.rewards.exact_match}}"])
+    assert instantiate(config.rewards, key="rewards")["a.b"].weight == 1.0

@@ -225,6 +225,12 @@ def test_the_proof_sees_a_window_that_is_none_of_the_models(family, wrong, monke
         prove_engine(model)
 
 
+def test_a_window_below_one_is_no_chunk():
+    model = windowed_model("mistral", dtype=torch.float32, sliding_window=-8)
+    with pytest.raises(ConfigError, match="sliding_window=-8 in its config.json; expected at least 1"):
+        prove_engine(model)
+
+
 WRONG_CHUNKS = {
     "one more": ("last_seen", lambda visible, window: last_seen(visible, window - 1)),
     "a window": ("last_seen", lambda visible, window: last_seen(visible, -window)),

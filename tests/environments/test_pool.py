@@ -9,7 +9,7 @@ import pytest
 from rhymerl.environments.base import Environment, Reply, Turn, checked_reply
 from rhymerl.environments.pool import EnvironmentPool, Replied
 from rhymerl.errors import EpisodeError
-from tests.environments.worlds import Asks, AsyncShells, Awaits, Fails, Meets, Shells
+from tests.environments.worlds import Alone, Asks, AsyncShells, Awaits, Fails, Meets, Shells
 
 TURNS = [Turn(text="a", reply="b"), Turn(text="c")]
 
@@ -94,6 +94,13 @@ def test_what_is_printed_goes_elsewhere():
 def test_an_environment_that_a_process_cannot_have_is_an_error():
     with pytest.raises(EpisodeError, match="its process cannot import it: RuntimeError: no licence"):
         replies_of(Fails(), {"e": {}})
+
+
+def test_a_process_that_never_starts_is_an_error_though_another_one_works(tmp_path):
+    """What an episode asks goes to its own process, so no other one does that process's work."""
+    rows = {f"e{number}": {"prompt": "1"} for number in range(8)}
+    with pytest.raises(EpisodeError, match=r"^an environment's process did not start: .* code 3$"):
+        replies_of(Alone(str(tmp_path / "lock")), rows, num_processes=2)
 
 
 def test_what_is_forgotten_is_not_replied():

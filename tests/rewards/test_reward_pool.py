@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -21,6 +22,16 @@ from tests.products import values_first
 from tests.rewards.processes import is_alive, wait_until
 
 DEFAULT = -7.0
+LACKS_HOME = """
+import os
+
+def opening(arguments):
+    return os.environ["JUDGE_HOME"]
+
+def judged(completion, judge): return 1.0
+
+judged.opens = {"judge": opening}
+"""
 FUNCTIONS = ["act", "act_in_batch", "act_async"]
 
 
@@ -204,6 +215,23 @@ def test_a_process_that_cannot_start_is_an_error_with_its_words(
     with RewardScorer([Reward(f"bad_{len(message)}.fine")]) as scorer:
         scorer.submit("a", "x", {})
         with pytest.raises(RewardError, match=message):
+            scorer.collect()
+
+
+def test_a_function_of_a_module_that_no_dotted_name_can_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "01_rewards.py").write_text("def fine(completion): return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardScorer([Reward(importlib.import_module("01_rewards").fine)]) as scorer:
+        scorer.submit("a", "x", {})
+        assert scorer.collect() == {"a": {"fine": 1.0}}
+
+
+def test_what_a_hook_raises_at_the_start_is_told_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacks_home.py").write_text(LACKS_HOME)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardScorer([Reward("lacks_home.judged")]) as scorer:
+        scorer.submit("a", "x", {})
+        with pytest.raises(RewardError, match=r"cannot import it: KeyError: 'JUDGE_HOME' \(lacks_home.py:5\)"):
             scorer.collect()
 
 

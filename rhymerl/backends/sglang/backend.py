@@ -89,6 +89,7 @@ class SGLangBackend(SGLangSettings):
 
     def words(self) -> str | None:
         """Return how the engine and the update share the GPU, in one line; None if they do not."""
+        self._check_started()
         return str(self.server.split) if self.server.split is not None else None
 
     # -- its start and its end ---------------------------------------------------------------------------------------
@@ -214,9 +215,13 @@ class SGLangBackend(SGLangSettings):
     @property
     def in_flight(self) -> InFlightRequests:
         """Return the requests in the running engine. Raises BackendError before `start` and after `close`."""
+        self._check_started()
+        assert self._in_flight is not None
+        return self._in_flight
+
+    def _check_started(self) -> None:
         if self._in_flight is None:
             raise BackendError("the SGLang backend has not been started")
-        return self._in_flight
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -294,6 +299,7 @@ class SGLangBackend(SGLangSettings):
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Withdraw requests in flight, load the weights, and send the requests on with their tokens."""
+        self._check_started()
         if policy_version == self.version and not self._delivery.is_asleep:
             return
         withdrawn = self._taken_back(None)
@@ -333,10 +339,12 @@ class SGLangBackend(SGLangSettings):
     @property
     def _remote_drafter(self) -> RemoteDrafter | None:
         """Return the drafter in the engine; None without drafts, and for a server without our route."""
+        self._check_started()
         return self.server.remote_drafter if self.server.num_tokens > 1 else None
 
     def follow(self, history: HistoryStore) -> None:
         """Send the history to the drafter, with the next requests."""
+        self._check_started()
         self._history = history
         if (drafter := self._remote_drafter) is not None:
             drafter.follow(history)

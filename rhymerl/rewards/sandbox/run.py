@@ -146,8 +146,9 @@ class Sandbox:
     def _request(self, fds: Sequence[int]) -> None:
         """Have a child forked that gets these descriptors. Raises SandboxError."""
         with self._lock:
+            requests = self._connected()
             try:
-                socket.send_fds(self._connected(), [b"x"], fds)
+                socket.send_fds(requests, [b"x"], fds)
             except OSError as error:
                 self._end()
                 raise UnavailableError(f"its warm process has gone: {error}") from error
@@ -179,6 +180,8 @@ class Sandbox:
             words = ours.recv(_MAX_WORDS_BYTES)
         except TimeoutError:
             words = b"it took too long"
+        except OSError:
+            words = b""
         ours.settimeout(None)
         if words != b"ready":
             self._end()

@@ -72,7 +72,7 @@ def told_of(pool, worker: int) -> int:
     with pool.changed:
         return sum(
             each.worker.get(name) == worker and len(output) >= 4
-            for each in pool.pending
+            for each in pool.steps_in_flight
             for name, output in each.outputs.items()
         )
 

@@ -21,6 +21,7 @@ from rhymerl.backends.sglang import backend as backend_module
 from rhymerl.backends.sglang.backend import SGLangBackend
 from rhymerl.drafters import NoDrafter
 from rhymerl.errors import BackendError
+from rhymerl.history import HistoryStore
 from rhymerl.testing import RandomTreeDrafter, make_requests
 from rhymerl.types import Output
 from tests.backends.sglang.fake_engine import LOGPROB, answer_of
@@ -282,8 +283,10 @@ def test_nothing_is_rested_when_it_is_not_asked_for(engine, flat_policy):
 
 def test_before_its_start_and_after_its_end_there_is_no_engine(engine, flat_policy):
     backend = SGLangBackend(url=engine.url)
-    with pytest.raises(BackendError, match="has not been started"):
-        backend.collect()
+    uses = (backend.collect, backend.words, lambda: backend.sync_weights([], 1), lambda: backend.follow(HistoryStore()))
+    for use in uses:
+        with pytest.raises(BackendError, match="has not been started"):
+            use()
     backend.close()
     backend.start(flat_policy, NoDrafter())
     folder, weights = backend.own_folder, backend.weights_folder
@@ -292,8 +295,9 @@ def test_before_its_start_and_after_its_end_there_is_no_engine(engine, flat_poli
     backend.close()
     assert not folder.exists()
     assert not weights.exists()
-    with pytest.raises(BackendError, match="has not been started"):
-        backend.submit([])
+    for use in (*uses, lambda: backend.submit([])):
+        with pytest.raises(BackendError, match="has not been started"):
+            use()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory")
