@@ -85,8 +85,8 @@ class PassCost(ABC):
         """Learn from a pass's time; return the time that counts for it.
 
         Beside rows and nodes it computed so many tokens of prompts; `seen` are the keys that rows and nodes attended
-        to, summed. It `is_cold` where the drafter had been left alone before, so that its code and data had to be
-        fetched from far: such passes take longer than others, and say little of what they would take in a row.
+        to, summed. It `is_cold` where the passes before were of the other kind, with drafts or without, so that the
+        drafter's or the model's data had to be fetched from far: it took longer than it would in a row.
         """
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
 

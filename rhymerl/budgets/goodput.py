@@ -36,8 +36,11 @@ _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 
-# The first probe's time is not learned: its code and data had not been used for long. The two after it can be compared.
-_ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial"), False: ("probe",)}
+# Times are learned of passes like those around them. The first one with drafts after a pause finds code and data that
+# had not been used for long. The first two without drafts find little of the model in a processor's caches: they took
+# 1.4 and 1.2 times as long as those after them.
+_COLD = 2
+_ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", *["trial"] * (_COLD + 1)), False: ("probe",)}
 
 
 @dataclass(eq=False)
@@ -80,6 +83,7 @@ class GoodputBudget(Budget):
         self._expected_lately = self._accepted_lately = 0.0
         self._kind: Kind = "draft"  # of the pass under way
         self._is_cold = False  # the drafter was left alone before it
+        self._num_plain = 0  # passes in a row, of those that were measured, without drafts
         self._rows = 0  # of the pass under way
         self._asked = 0  # of these, those that the drafter was asked for
         self._expected = 0.0  # tokens, of its verified nodes
@@ -266,9 +270,11 @@ class GoodputBudget(Budget):
             self._report.saved.append((outcome.requests, outcome.num_accepted))
             self._learn_acceptance(outcome)
         seconds = outcome.seconds
+        self._num_plain = 0 if self._asked else self._num_plain + 1
         if seconds is not None:
+            is_cold = self._is_cold if self._asked else self._num_plain <= _COLD
             sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
-            seconds = self._cost.observe(rows, nodes, self._asked, seconds, is_cold=self._is_cold, **sizes)
+            seconds = self._cost.observe(rows, nodes, self._asked, seconds, is_cold=is_cold, **sizes)
         if self._asked:
             weights = self._weights_of(outcome.requests) if self._kind == "draft" else None
             accepted = outcome.num_accepted if weights is None else weights * outcome.num_accepted

@@ -376,7 +376,19 @@ def test_now_and_then_a_pass_goes_without_drafts_although_they_pay():
     budget = GoodputBudget(8)
     seconds = lambda nodes, asked: 1.5 + 0.001 * nodes if asked else 1.0  # noqa: E731
     found = passes(budget, 400, rows=8, propose=guesses(4, 0.99), is_right=np.ones_like, seconds=seconds)
-    assert 4 <= [asked for asked, _ in found].count(0) <= 20
+    assert 4 <= [asked for asked, _ in found].count(0) <= 24  # three in a row, of which the third one counts
+    assert budget._cost.seconds(8, np.zeros(1, np.int64), 0)[0] == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_pass_right_behind_drafts_is_no_baseline():
+    """The model is not in the caches then: it takes 1.6 instead of 1, which drafts that take 1.5 would seem to beat."""
+    budget, taken = GoodputBudget(8), []
+
+    def seconds(nodes, asked):
+        taken.append(asked)
+        return 1.5 if asked else 1.6 if any(taken[-3:]) else 1.0
+
+    passes(budget, 400, rows=8, propose=guesses(4, 0.99), is_right=np.ones_like, seconds=seconds)
     assert budget._cost.seconds(8, np.zeros(1, np.int64), 0)[0] == pytest.approx(1.0, rel=0.05)
 
 
