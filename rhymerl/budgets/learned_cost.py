@@ -13,7 +13,7 @@ from rhymerl.types import FloatArray, IndexArray
 _FORGET = 0.998  # a pass; half of what is known is of the last 350 of its kind
 _BEGIN = 8  # passes before the first solution
 _SOLVE_EVERY = 32  # passes at most; at first whenever there are a quarter more
-_PLAIN_AFTER = 4, 128  # passes with drafts in a row, at first and later: a pass without them where they pay loses little
+_PLAIN_AFTER = 4, 128  # passes with drafts, at first and later: those without them where they pay lose little
 _ENOUGH = 3  # passes of a kind
 _SIZES = 24  # of batches, by the binary digits of their rows
 
