@@ -38,7 +38,7 @@ def of_pairs(column: str) -> str:
 
 
 def by_running_requests() -> str:
-    rows = rows_of("rollout_speed_xeon-2core")
+    rows = rows_of("rollout_speed_epyc-2core")
     return ratios(
         [only(rows, drafter="history_tree", concurrency=running)["speedup"] for running in (1, 8, 32, 128)],
     )

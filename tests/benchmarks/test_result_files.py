@@ -17,9 +17,6 @@ from benchmarks import record
 from benchmarks.figures import JUDGES, RESULTS, ROOT, changes_since, command_of, commits_of, git, theme_of
 
 FILES = [path for path in sorted(RESULTS.iterdir()) if path.suffix in (".json", ".jsonl", ".txt")]
-DIRTY = {  # taken with changes that no commit has: to be taken again on a quiet machine
-    "rollout_speed",
-}
 SHORTENED = {"arctic", "traces"}  # in the file
 
 
@@ -50,8 +47,8 @@ def test_a_result_file_is_of_commits_that_are_there(path: Path) -> None:
     assert commits
     for commit in commits:
         assert commit != "unknown"
-        git("merge-base", "--is-ancestor", commit.removesuffix("-dirty"), "HEAD")
-    assert any(commit.endswith("-dirty") for commit in commits) == (theme_of(path) in DIRTY)
+        assert not commit.endswith("-dirty"), "taken with changes that no commit has"
+        git("merge-base", "--is-ancestor", commit, "HEAD")
 
 
 @each_file()
