@@ -36,9 +36,7 @@ _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
 
-# Times are learned of passes like those around them. The first one with drafts after a pause finds code and data that
-# had not been used for long. The first two without drafts find little of the model in a processor's caches: they took
-# 1.4 and 1.2 times as long as those after them.
+# The times of the first pass with drafts, and of so many without, are not learned: what they use is in no cache.
 _COLD = 2
 _ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial", "trial", "trial"), False: ("probe",)}
 
