@@ -231,7 +231,7 @@ def _of_the_trainer(asked: Sequence[str]) -> list[Part]:
             "what does an update take, with shared prompts and without?",
             seconds=35,
             beside=WITH_POLICY,
-            judges=OF_UPDATE,
+            judges=("benchmarks/update/optimizer_step.py", *OF_UPDATE),
             small=f"{tiny} --samples 4 --repeats 1",
         ),
         Part.of(

@@ -20,11 +20,10 @@ import torch
 from benchmarks import record
 from benchmarks.gpu.bare import answers, options, policy_of, requests, sample
 from benchmarks.gpu.device_time import device, milliseconds
-from rhymerl.algos import GRPO
+from benchmarks.update.optimizer_step import optimizer_step
 from rhymerl.engine.engine import Engine
 from rhymerl.training.batches import total_tokens
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.training.updater import Updater
 from rhymerl.types import Sample
 
 
@@ -39,24 +38,10 @@ def make_samples(arguments: Any) -> list[Sample]:
 def measure(arguments: Any, samples: Sequence[Sample], shares_prefixes: bool) -> dict[str, Any]:
     model = policy_of(arguments.size, "float32", arguments.seed).model.train()
     settings = UpdateSettings(learning_rate=1e-9, micro_batch_tokens=arguments.micro_batch_tokens)
-    optimizer = settings.optimizer(list(model.parameters()))
-    on_gpu = device() == "cuda"
-    updater = Updater(
-        model,
-        GRPO(),
-        settings,
-        temperature=1.0,
-        seed=arguments.seed,
-        backward=torch.Tensor.backward,
-        autocast=partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else nullcontext,
-        shares_prefixes=shares_prefixes,
-    )
-    schedule = settings.schedule(optimizer, float("inf"))
-
-    def step() -> None:
-        updater.run(samples, 0, optimizer=optimizer, schedule=schedule)
-        updater.forget()  # as a run does: no step begins with the gradients of the one before
-
+    optimizer, on_gpu = settings.optimizer(list(model.parameters())), device() == "cuda"
+    autocast = partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else nullcontext
+    how = {"seed": arguments.seed, "autocast": autocast, "shares_prefixes": shares_prefixes}
+    step = optimizer_step(model, samples, settings, optimizer, **how)
     if on_gpu:
         gc.collect()  # the engine that made the samples
         torch.cuda.empty_cache()

@@ -23,14 +23,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import record
-from rhymerl.algos import GRPO
+from benchmarks.update.optimizer_step import optimizer_step
 from rhymerl.history.traces import read_trace
 from rhymerl.models.logprobs import token_batch
 from rhymerl.models.policy import PolicySource
 from rhymerl.testing import make_prompt
 from rhymerl.training.batches import micro_batches
 from rhymerl.training.settings import UpdateSettings
-from rhymerl.training.updater import Updater
 from rhymerl.types import Completion, Output, Prompt, RolloutRequest, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -135,24 +134,13 @@ def measured(arguments: Any, case: str) -> dict[str, Any]:
     samples, model = make_samples(case, arguments), make_model(arguments)
     settings = UpdateSettings(learning_rate=1e-7, micro_batch_tokens=arguments.micro_batch_tokens)
     optimizer = settings.optimizer(list(model.parameters()))
-    schedule = settings.schedule(optimizer, float("inf"))
-
-    def step(shares: bool) -> None:
-        updater = Updater(
-            model,
-            GRPO(),
-            settings,
-            temperature=1.0,
-            seed=arguments.seed,
-            backward=torch.Tensor.backward,
-            autocast=nullcontext,
-            draws_exactly=True,
-            shares_prefixes=shares,
+    ways = {
+        name: optimizer_step(
+            model, samples, settings, optimizer,
+            seed=arguments.seed, autocast=nullcontext, draws_exactly=True, shares_prefixes=shares,
         )
-        updater.run(samples, 0, optimizer=optimizer, schedule=schedule)
-        updater.forget()  # as a run does: no step begins with the gradients of the one before
-
-    ways = {"rows": partial(step, False), "shared": partial(step, True)}
+        for name, shares in (("rows", False), ("shared", True))
+    }  # fmt: skip
     times = record.interleaved(
         {name: partial(record.seconds, way) for name, way in ways.items()}, repeats=arguments.repeats
     )
