@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from rhymerl.models import flash
 from rhymerl.models.attention import FULL, LayerAttention, at_positions, attend_by_scores, last_seen
 from rhymerl.models.padding import best_starts
 from rhymerl.models.recurrent import BEHIND_PROMPTS, TokenPaths, at, plug_in
@@ -92,10 +93,14 @@ class SharedLayout:
     sizes: Sequence[int]  # tokens of all prompts and of each bucket
     paths: TokenPaths
     _prompts: RunBucket | None = field(default=None)
+    _sequences: flash.Sequences | None = field(default=None)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: LayerAttention = FULL) -> Tensor:
         """Return attention [1, L, heads, dim] from query [1, heads, L, dim] and key, value [1, kv_heads, L, dim]."""
         queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+        if flash.can_attend(queries, keys, values, layer):
+            self._sequences = self._sequences or flash.Sequences.of(self.paths)
+            return self._sequences.attend(queries, keys, values, scale, layer.window)[None]
         of_prompts, *of_runs = queries.split(self.sizes)
         found = [self._attend_prompts(of_prompts, keys, values, scale, layer)]
         for bucket, part in zip(self.buckets, of_runs, strict=True):
