@@ -83,6 +83,34 @@ def _autocast(weight: Tensor) -> Tensor:
     return weight.detach().to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
 
 
+@dataclass(frozen=True, slots=True)
+class _Projections:
+    """Linear layers that take the same input; one product, where autocast makes copies of their weights anyway."""
+
+    parts: Sequence[_Projection]
+    weight: Tensor | None  # of all parts, whose own are its rows
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *linears: Any) -> _Projections:
+        parts = [_Projection.of(each) for each in linears]
+        has_bias = {each.bias is not None for each in parts}
+        if len(has_bias) > 1 or any(each.weight.dtype == each.linear.weight.dtype for each in parts):
+            return cls(parts, None, None)
+        sizes = [len(each.weight) for each in parts]
+        weight = torch.cat([each.weight for each in parts])
+        bias = torch.cat([each.bias for each in parts if each.bias is not None]) if any(has_bias) else None
+        biases = [None] * len(parts) if bias is None else bias.split(sizes)
+        rows = zip(weight.split(sizes), biases, linears, strict=True)
+        return cls([_Projection(*each) for each in rows], weight, bias)
+
+    def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
+        if self.weight is None:
+            return [project(hidden) for project in self.parts]
+        together = F.linear(hidden, self.weight, self.bias)
+        return torch.split(together, [len(each.weight) for each in self.parts], -1)
+
+
 class _Layer:
     """The parts of a decoder layer that a pass reads; looked up once, since a module finds its parts slowly."""
 
@@ -98,13 +126,10 @@ class _Layer:
         self.head_norms = (
             (Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if hasattr(attention, "q_norm") else None
         )
-        self.query, self.key, self.value, self.output = (
-            _Projection.of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-        )
-        self.gate, self.up, self.down = (
-            _Projection.of(getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")
-        )
-        self.projections = (self.query, self.key, self.value, self.output, self.gate, self.up, self.down)
+        self.heads = _Projections.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_and_up = _Projections.of(mlp.gate_proj, mlp.up_proj)
+        self.output, self.down = _Projection.of(attention.o_proj), _Projection.of(mlp.down_proj)
+        self.projections = (*self.heads.parts, *self.gate_and_up.parts, self.output, self.down)
         self.activation = mlp.act_fn.forward
 
 
@@ -133,14 +158,12 @@ class DirectForward:
         change = torch.zeros_like(hidden, dtype=self.head.weight.dtype)  # of products
         for layer in self._layers:
             normed = steps.add_and_norm(layer.attention_norm, hidden, change)
-            query, key, value = (
-                project(normed).view(len(normed), -1, layer.dim) for project in (layer.query, layer.key, layer.value)
-            )
+            query, key, value = (each.view(len(normed), -1, layer.dim) for each in layer.heads(normed))
             heads = Heads(query, key, value, cos[0], sin[0])
             query = steps.turn_and_store(layer.store, layer.head_norms, heads)
             seen = plan.attend(query, layer.store.keys, layer.store.values, layer.scale, layer.attention)
             normed = steps.add_and_norm(layer.mlp_norm, hidden, layer.output(seen.flatten(1)))
-            change = layer.down(steps.gated(layer.activation, layer.gate(normed), layer.up(normed)))
+            change = layer.down(steps.gated(layer.activation, *layer.gate_and_up(normed)))
         return steps.add_and_norm(self._norm, hidden, change)
 
     def casts(self) -> list[Tensor]:

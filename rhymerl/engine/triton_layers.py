@@ -42,25 +42,29 @@ def turn_and_store(
 ) -> Tensor:
     """Store turned keys, and values, [N, kv_heads, dim], at `slots` [N]; return the turned query [N, heads, dim].
 
-    `cos` and `sin` [N, dim] repeat themselves after dim / 2. `norms` are the weights [dim] by which the heads of
-    queries and of keys are normalised before, and their epsilon. The query is of the dtype of keys.
+    What is of a token stands together; tokens may be apart. `cos` and `sin` [N, dim] repeat themselves after dim / 2.
+    `norms` are the weights [dim] by which the heads of queries and of keys are normalised before, and their epsilon.
+    The query is of the dtype of keys.
     """
     (num_tokens, heads, dim), kv_heads = query.shape, key.shape[1]
     turned = keys.new_empty(query.shape)
     query_weight, key_weight, epsilon = norms or (cos, cos, 0.0)  # which nobody reads
     with torch.cuda.device_of(query):
         _turn_and_store[(num_tokens, heads + kv_heads)](
-            query, key, value, cos, sin, slots, keys, values, turned, query_weight, key_weight, epsilon, heads=heads,
-            kv_heads=kv_heads, dim=dim, padded_half=triton.next_power_of_2(dim // 2), normalises=norms is not None, num_warps=1,
+            query, key, value, query.stride(0), key.stride(0), value.stride(0), cos, sin, slots, keys, values, turned,
+            query_weight, key_weight, epsilon, heads=heads, kv_heads=kv_heads, dim=dim,
+            padded_half=triton.next_power_of_2(dim // 2), normalises=norms is not None, num_warps=1,
         )  # fmt: skip
     return turned
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gate * sigmoid(gate) * up, of one shape."""
-    out = torch.empty_like(gate)
+    """Return gate * sigmoid(gate) * up, [N, F]; what is of a token stands together, tokens may be apart."""
+    out, width = gate.new_empty(gate.shape), gate.shape[1]
     with torch.cuda.device_of(gate):
-        _silu_times[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), block=_BLOCK, num_warps=4)
+        _silu_times[(len(gate), triton.cdiv(width, _BLOCK))](
+            gate, up, gate.stride(0), up.stride(0), out, width, block=_BLOCK, num_warps=4
+        )
     return out
 
 
@@ -80,8 +84,8 @@ def _add_rms_norm(hidden, change, weight, out, epsilon, width: tl.constexpr, blo
 
 @triton.jit
 def _turn_and_store(
-    query, key, value, cos, sin, slots, keys, values, turned, query_weight, key_weight, epsilon,
-    heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, padded_half: tl.constexpr, normalises: tl.constexpr,
+    query, key, value, query_stride, key_stride, value_stride, cos, sin, slots, keys, values, turned, query_weight,
+    key_weight, epsilon, heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, padded_half: tl.constexpr, normalises: tl.constexpr,
 ):  # fmt: skip
     """Turn a head of a token's query, or turn and store one of its keys, with the value."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -92,17 +96,17 @@ def _turn_and_store(
     s = tl.load(sin + token * dim + i, mask=inside, other=0.0).to(tl.float32)
     if head < heads:
         at = (token * heads + head) * dim + i
-        a, b = _head(query, at, query_weight, epsilon, i, inside, dim, normalises)
+        a, b = _head(query, token * query_stride + head * dim + i, query_weight, epsilon, i, inside, dim, normalises)
         tl.store(turned + at, (a * c - b * s).to(turned.dtype.element_ty), mask=inside)
         tl.store(turned + at + half, (b * c + a * s).to(turned.dtype.element_ty), mask=inside)
     else:
-        at = (token * kv_heads + head - heads) * dim + i
-        there = (tl.load(slots + token).to(tl.int64) * kv_heads + head - heads) * dim + i
-        a, b = _head(key, at, key_weight, epsilon, i, inside, dim, normalises)
+        of_token = (head - heads) * dim + i
+        there = tl.load(slots + token).to(tl.int64) * kv_heads * dim + of_token
+        a, b = _head(key, token * key_stride + of_token, key_weight, epsilon, i, inside, dim, normalises)
         tl.store(keys + there, (a * c - b * s).to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + there + half, (b * c + a * s).to(keys.dtype.element_ty), mask=inside)
         for part in tl.static_range(2):
-            v = tl.load(value + at + part * half, mask=inside)
+            v = tl.load(value + token * value_stride + of_token + part * half, mask=inside)
             tl.store(values + there + part * half, v.to(values.dtype.element_ty), mask=inside)
 
 
@@ -122,9 +126,10 @@ def _head(
 
 
 @triton.jit
-def _silu_times(gate, up, out, count, block: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < count
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+def _silu_times(gate, up, gate_stride, up_stride, out, width, block: tl.constexpr):
+    """Gate some of a token's numbers."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    inside = i < width
+    g = tl.load(gate + token * gate_stride + i, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + token * up_stride + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + i, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)

@@ -36,7 +36,8 @@ _TYPES = {
 
 _TYPES |= {"tiles": "*i32", "positions": "*i64", "ancestors": "*i64", "kv_slots": "*i32", "scale": "fp32"}
 _TYPES |= {"parts": "*fp32", "sums": "*fp32", "sinks": "*bf16"}
-_TYPES |= {"slots": "*i64", "epsilon": "fp32", "heads": "i32", "count": "i32"}
+_TYPES |= {"slots": "*i64", "epsilon": "fp32", "heads": "i32", "width": "i32"}
+_TYPES |= dict.fromkeys(("query_stride", "key_stride", "value_stride", "gate_stride", "up_stride"), "i32")
 _OF_LAYERS = (
     "hidden",
     "change",

@@ -36,6 +36,11 @@ def assert_close(found, expected):
     )
 
 
+def side_by_side(tokens, *sizes, dtype):
+    """Return slices of one product: what is of a token stands together, tokens are apart."""
+    return numbers(tokens, sum(sizes), dtype=dtype).split(sizes, 1)
+
+
 class Stored:
     """As a LayerStore."""
 
@@ -68,12 +73,19 @@ def test_add_rms_norm(kernels, tokens, width, dtypes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtypes", "normalises"),
-    values_first([(4, 2, 16), (7, 1, 64), (3, 3, 24)], [(SINGLE, SINGLE), (HALF, SINGLE), (HALF, HALF)], [False, True]),
+    ("shape", "dtypes", "normalises", "is_one_product"),
+    values_first(
+        [(4, 2, 16), (7, 1, 64), (3, 3, 24)],
+        [(SINGLE, SINGLE), (HALF, SINGLE), (HALF, HALF)],
+        [False, True],
+        [False, True],
+    ),
 )
-def test_turn_and_store(kernels, shape, dtypes, normalises):
+def test_turn_and_store(kernels, shape, dtypes, normalises, is_one_product):
     (heads, kv_heads, dim), (of_products, of_keys), tokens = shape, dtypes, 6
-    query, key, value = (numbers(tokens, each, dim, dtype=of_products) for each in (heads, kv_heads, kv_heads))
+    sizes = [dim * each for each in (heads, kv_heads, kv_heads)]
+    together = side_by_side(tokens, *sizes, dtype=of_products)
+    query, key, value = ((each if is_one_product else each.contiguous()).view(tokens, -1, dim) for each in together)
     angles = torch.rand(tokens, dim // 2).repeat(1, 2) * 100
     cos, sin = angles.cos().to(of_keys), angles.sin().to(of_keys)
     there = Stored(tokens, kv_heads, dim, of_keys, of_products)
@@ -100,9 +112,11 @@ def test_turn_and_store(kernels, shape, dtypes, normalises):
 
 
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
-@pytest.mark.parametrize("shape", [(1, 8), (7, 300), (2, 1024)])
-def test_silu_times(kernels, dtype, shape):
-    gate, up = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype)
+@pytest.mark.parametrize("shape", [(1, 8), (7, 300), (2, 1024), (3, 1100)])
+@pytest.mark.parametrize("is_one_product", [False, True])
+def test_silu_times(kernels, dtype, shape, is_one_product):
+    tokens, width = shape
+    gate, up = side_by_side(tokens, width, width, dtype=dtype) if is_one_product else numbers(2, *shape, dtype=dtype)
     found = kernels["silu_times"](gate, up)
     assert_close(found, (torch.nn.functional.silu(gate.float()) * up.float()).to(dtype))
 

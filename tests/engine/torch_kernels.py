@@ -14,7 +14,7 @@ def attend(
     """As `triton_attention.attend`."""
     if keys.shape != values.shape:
         raise TypeError("keys and values differ")
-    out = torch.full_like(query, float("nan"))
+    out = torch.full_like(query, float("nan"), dtype=values.dtype)
     groups = query.shape[1] // keys.shape[1]
     for first, count, begin, root, num_keys in tiles.tolist():
         assert count <= most
