@@ -30,6 +30,20 @@ def test_the_command_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
     assert "not there" in captured.err  # people's lines
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "has_sglang", "taken", "why"),
+    [
+        (0, True, "embedded", "for GPUs"),
+        (1, False, "embedded", "not installed"),
+        (1, True, "backend=sglang", "no second copy of the weights"),
+    ],
+)
+def test_which_engine_to_take_and_why(num_devices: int, has_sglang: bool, taken: str, why: str) -> None:
+    words = doctor._engine(num_devices, has_sglang)
+    assert words.startswith(taken)
+    assert why in words
+
+
 def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == 0
