@@ -1,4 +1,4 @@
-"""Calls of drafters, budgets and schedulers, which may be the user's own; errors name class and line."""
+"""Calls of the user's own code, such as drafters, budgets and schedulers; errors name class and line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import traceback
 from types import TracebackType
 
 from rhymerl.errors import HookError, RhymeError
+
+_MAX_MESSAGE_CHARACTERS = 500
 
 
 def class_path(component: object) -> str:
@@ -50,3 +52,15 @@ class Hooks:
             f"{self.setting}={class_path(self.component)}: {frame.name} raised {raised} "
             f"({os.path.basename(frame.filename)}:{frame.lineno})"
         ) from error
+
+
+def describe_error(error: BaseException, *, without: tuple[str, ...]) -> str:
+    """Return `ZeroDivisionError: division by zero (my_rewards.py:12)`, with the place of the innermost frame.
+
+    Frames of files whose names begin as those in `without` do not count.
+    """
+    line = traceback.format_exception_only(error)[-1].strip()[:_MAX_MESSAGE_CHARACTERS]
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(("<", *without))
+    ]
+    return f"{line} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else line

@@ -15,10 +15,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.config.annotations import wants_component
+from rhymerl.config.dotted_names import is_dotted
 from rhymerl.config.files import ConfigFile, Layer, folders_beside, layers, locate, packaged_directory, read_chain
 from rhymerl.config.interpolation import located_errors, settle
 from rhymerl.config.schema import check, expand, kinds_by_key, unknown
-from rhymerl.config.targets import is_dotted_path
 from rhymerl.config.tree import ABSENT, child, is_component, join, origin
 from rhymerl.errors import ConfigError
 
@@ -152,7 +152,7 @@ def _apply_all(config: dict[str, Any], overrides: Sequence[Override]) -> None:
 
 def _is_class_path(override: Override, config: dict[str, Any], kinds: Mapping[str, Sequence[Any]]) -> bool:
     value: Any = override.value()
-    is_path = isinstance(value, str) and is_dotted_path(value)
+    is_path = isinstance(value, str) and is_dotted(value)
     return is_path and any(
         wants_component(value, kind) for kind in kinds.get(origin(config, override.key_or_group), ())
     )

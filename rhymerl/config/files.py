@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from rhymerl.config.dotted_names import is_dotted
 from rhymerl.config.interpolation import PACKAGE
-from rhymerl.config.targets import import_target, is_dotted_path
+from rhymerl.config.targets import import_target
 from rhymerl.config.tree import is_component
 from rhymerl.errors import ConfigError, did_you_mean
 
@@ -196,7 +197,7 @@ def _of_group(group: str, said: Sequence[Layer], folders: Sequence[Path]) -> lis
         of_option = layers(read_chain(path, folders), folders, {})
         empty = Layer(source=source, body={group: {} if any(each.body for each in of_option) else None})
         return [*(Layer(source=each.source, body={group: each.body}) for each in of_option), empty, *tuning]
-    if is_dotted_path(choice):
+    if is_dotted(choice):
         import_target(choice, setting=group)
         return [Layer(source=source, body={group: {"_target_": choice}}), *tuning]
     known = options(folders)

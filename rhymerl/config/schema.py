@@ -11,8 +11,9 @@ from typing import Any
 from rhymerl.config import other_names
 from rhymerl.config.annotations import fit, is_free_form, wants_component
 from rhymerl.config.components import plain
+from rhymerl.config.dotted_names import is_dotted
 from rhymerl.config.interpolation import evaluate, value_at
-from rhymerl.config.targets import REQUIRED, Signature, import_target, is_dotted_path, signature_of
+from rhymerl.config.targets import REQUIRED, Signature, import_target, signature_of
 from rhymerl.config.tree import ABSENT, find, is_component, join, link_of, origin, walk
 from rhymerl.errors import ConfigError
 
@@ -54,7 +55,7 @@ def expand(config: dict[str, Any]) -> None:
             if name not in each.node and default is not ABSENT:
                 each.node[name] = default
             value = each.node.get(name)
-            if isinstance(value, str) and is_dotted_path(value) and wants_component(value, parameter.annotation):
+            if isinstance(value, str) and is_dotted(value) and wants_component(value, parameter.annotation):
                 each.node[name] = {"_target_": value}
 
 

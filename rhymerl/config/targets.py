@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import math
 import os
-import pkgutil
-import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from rhymerl.errors import ConfigError, did_you_mean
+from rhymerl.config.dotted_names import find, is_dotted
+from rhymerl.errors import ConfigError
 from rhymerl.types import MaybeInfinite
 
 REQUIRED: Any = inspect.Parameter.empty
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,28 +30,18 @@ class Signature:
     is_open: bool
 
 
-def is_dotted_path(text: str) -> bool:
-    """Return whether this could be `my_module.MyClass`."""
-    return _DOTTED.fullmatch(text) is not None
-
-
 def import_target(path: Any, *, setting: str) -> Callable[..., Any]:
     """Return the class or function called `path`; modules in the current directory count, after all installed ones.
 
     Raises ConfigError naming `setting` when there is no such thing.
     """
-    if not isinstance(path, str) or not is_dotted_path(path):
-        raise ConfigError(f"{setting}={path!r}: expected a dotted class path such as my_module.MyClass")
+    where = f"{setting}={path!r}"
+    if not isinstance(path, str) or not is_dotted(path):
+        raise ConfigError(f"{where}: expected a dotted class path such as my_module.MyClass")
     look_in_current_directory()
-    found: Any
-    found, names = _import_module_part(path, setting)
-    for name in names:
-        if not hasattr(found, name):
-            near = did_you_mean(name, dir(found)) or _hidden_here(found) or _of_earlier(found)
-            raise ConfigError(f"{setting}={path!r}: {found.__name__} has no {name!r}{near}")
-        found = getattr(found, name)
+    found = find(path, where=where, error=ConfigError).target
     if not callable(found):
-        raise ConfigError(f"{setting}={path!r}: expected a class or a function, it is a {type(found).__name__}")
+        raise ConfigError(f"{where}: expected a class or a function, it is a {type(found).__name__}")
     return typing.cast(Callable[..., Any], found)
 
 
@@ -66,39 +53,6 @@ def look_in_current_directory() -> None:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
-
-
-def _of_earlier(found: Any) -> str:
-    """Return where a name in our package that it does not have may come from."""
-    is_ours = getattr(found, "__name__", "").partition(".")[0] == "rhymerl"
-    return "; a run of a version before 0.2 goes on with that version only" if is_ours else ""
-
-
-def _hidden_here(found: Any) -> str:
-    """Return a hint where the current directory has a module of that name too, which an installed one hides."""
-    file = getattr(found, "__file__", None)
-    name = getattr(found, "__name__", "").partition(".")[0]
-    is_here = any(os.path.exists(os.path.join(os.getcwd(), each)) for each in (f"{name}.py", f"{name}/__init__.py"))
-    if not file or not is_here or os.path.commonpath([os.getcwd(), os.path.abspath(file)]) == os.getcwd():
-        return ""
-    return f"; it is {file}, which hides yours of the same name: give yours another one"
-
-
-def _import_module_part(path: str, setting: str) -> tuple[ModuleType, list[str]]:
-    """Return the longest importable beginning of `path`, and the names that are left."""
-    parts = path.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:end])
-        try:
-            return importlib.import_module(name), parts[end:]
-        except (ImportError, SyntaxError) as error:
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing is None or not f"{name}.".startswith(f"{missing}."):
-                raise ConfigError(f"{setting}={path!r}: importing {name} fails: {error}") from error
-    near = did_you_mean(parts[0], [each.name for each in pkgutil.iter_modules()])
-    raise ConfigError(
-        f"{setting}={path!r}: no module named {parts[0]!r}, neither installed nor in the current directory{near}"
-    )
 
 
 def signature_of(target: Callable[..., Any]) -> Signature:

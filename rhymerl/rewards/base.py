@@ -8,10 +8,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
+from rhymerl.config.dotted_names import Found
 from rhymerl.errors import ConfigError, DataError, did_you_mean, require
 from rhymerl.rewards.arguments import is_number
 from rhymerl.rewards.hooks import Extract, opens_of
-from rhymerl.rewards.resolve import Found, find, find_home
+from rhymerl.rewards.resolve import find, find_home
 from rhymerl.types import Completion
 
 Score: TypeAlias = float | Mapping[str, Any] | None  # a mapping has it under `score`; None: the function does not apply

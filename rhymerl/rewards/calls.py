@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
 from time import monotonic
 from typing import Any, NamedTuple, Self
 
+from rhymerl.hooks import describe_error
 from rhymerl.rewards.lines import Outcome
 
 # A coroutine that is cut off this much after its time was not at fault: another one blocked the event loop.
 _TIMER_SLACK_S = 0.1
-_MAX_MESSAGE_CHARACTERS = 500
 
 
 class Call(NamedTuple):
@@ -45,21 +44,8 @@ class Attempt:
         if error is None or isinstance(error, KeyboardInterrupt):
             return False
         self.error = error
-        self.message = _describe(error)
+        self.message = describe_error(error, without=(__file__,))
         return True
-
-
-def _describe(error: BaseException) -> str:
-    """Return `ZeroDivisionError: division by zero (my_rewards.py:12)`, with the place of the innermost frame."""
-    line = traceback.format_exception_only(error)[-1].strip()[:_MAX_MESSAGE_CHARACTERS]
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<")
-    ]
-    if not frames:
-        return line
-    return f"{line} ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})"
 
 
 def _number(value: object) -> float | None:

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
+from rhymerl.config.dotted_names import imported
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Attempt, Call, Caller
 from rhymerl.rewards.child import Parent
 from rhymerl.rewards.hooks import opened
 from rhymerl.rewards.lines import START, Outcome, line_of
-from rhymerl.rewards.resolve import imported
 
 
 class Chunk(NamedTuple):

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rhymerl.callbacks import AcceptanceHistograms, AtomicCheckpointIO, Checkpoints, SampleTable
 from rhymerl.config import construct, instantiate, recorded, resolved, save_config
+from rhymerl.config.dotted_names import is_dotted
 from rhymerl.config.files import options, packaged_directory
-from rhymerl.config.targets import import_target, is_dotted_path
+from rhymerl.config.targets import import_target
 from rhymerl.errors import ConfigError, did_you_mean, missing_package
 from rhymerl.report.printing import say
 from rhymerl.runs.resume import ResumePoint
@@ -148,7 +149,7 @@ def _logger_node(asked: object, config: DictConfig) -> dict[str, Any]:
         option = OmegaConf.load(folder / f"{asked}.yaml")
         node: dict[str, Any] = resolved(OmegaConf.create({"run_dir": config.run_dir, "it": option}))["it"]
         return node
-    if isinstance(asked, str) and is_dotted_path(asked):
+    if isinstance(asked, str) and is_dotted(asked):
         return {"_target_": asked}
     near = did_you_mean(str(asked), known)
     raise ConfigError(

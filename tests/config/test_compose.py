@@ -301,7 +301,10 @@ def test_a_file_in_another_directory(here: Path, tmp_path_factory: pytest.TempPa
             ["drafter=my_modul.MyDrafter"],
             "drafter='my_modul.MyDrafter': no module named 'my_modul', neither installed nor in the current directory; did you mean my_module?",
         ),
-        (["drafter=broken.It"], "drafter='broken.It': importing broken fails: No module named 'not_there'"),
+        (
+            ["drafter=broken.It"],
+            "drafter='broken.It': importing 'broken' failed: ModuleNotFoundError: No module named 'not_there' (broken.py:1)",
+        ),
         (
             ["drafter=rhymerl.schedulers.FIFOScheduler"],
             "drafter='rhymerl.schedulers.FIFOScheduler': expected a Drafter, which FIFOScheduler is not",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rhymerl.config.dotted_names import imported
 from rhymerl.errors import BackendError
 
 _SPECULATIVE = "sglang.srt.speculative"
@@ -71,7 +70,7 @@ def _missing(wanted: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _has(module: str, name: str) -> bool:
     try:
-        functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        imported(module, name)
     except (ImportError, AttributeError):
         return False
     return True
