@@ -132,9 +132,7 @@ def _attend(
         is_key = place < end_key
         slot = tl.load(kv_slots + begin + place, mask=is_key, other=0).to(tl.int64)
         of_key = (slot * kv_heads + kv_head) * dim
-        k = tl.load(keys + of_key[None, :] + dims[:, None], mask=is_key[None, :] & inside[:, None], other=0.0).to(
-            q.dtype
-        )
+        k = tl.load(keys + of_key[None, :] + dims[:, None], mask=is_key[None, :] & inside[:, None], other=0.0)
         v = tl.load(values + of_key[:, None] + dims[None, :], mask=is_key[:, None] & inside[None, :], other=0.0)
         node = place - root
         bit = (nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)[None, :]) & 1
@@ -142,7 +140,7 @@ def _attend(
         if window is not None:
             is_leading = is_leading & (place[None, :] >= oldest[:, None])
         visible = is_leading | ((node >= 0)[None, :] & (bit == 1))
-        scores = tl.dot(q, k, input_precision=precision).to(tl.float32) * scale
+        scores = tl.dot(q, k.to(q.dtype), input_precision=precision).to(tl.float32) * scale
         if softcap is not None:  # cap * tanh(scores / cap)
             cap: tl.constexpr = softcap * 1.4426950408889634
             scores = cap * (2 * tl.sigmoid(scores * (2 / cap)) - 1)

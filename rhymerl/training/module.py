@@ -121,10 +121,8 @@ class RhymeModule(L.LightningModule):
         self.budget: Budget = instantiate(budget, key="budget", default=GoodputBudget, kind=Budget)
         self.history: HistoryStore = instantiate(history, key="history", default=HistoryStore)
         self.scheduler: Scheduler = instantiate(scheduler, key="scheduler", default=FIFOScheduler, kind=Scheduler)
-        engine = instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend)
-        self.backend: Backend = backend_of_workers(engine)
-        self.run_ahead: RunAhead = run_ahead
-        self.max_staleness, self.workers = max_staleness, workers
+        self.backend = backend_of_workers(instantiate(backend, key="backend", default=EmbeddedBackend, kind=Backend))
+        self.run_ahead, self.max_staleness, self.workers = run_ahead, max_staleness, workers
         self.rewards = instantiate(rewards, key="rewards")
         self.reward_workers, self.environment_workers, self.seed = reward_workers, environment_workers, seed
         check_algorithm(self.algo, rollout=self.rollout, update=self.update, backend=self.backend)
