@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-from functools import reduce
 from itertools import takewhile
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -47,11 +46,6 @@ def find(name: str, *, where: str, error: type[ValueError | ConfigError] = Value
             raise error(f"{where}: {owner} has no {part!r}{near}")
         target = getattr(target, part)
     return Found(".".join(parts[: len(modules)]), ".".join(parts[len(modules) :]), target)
-
-
-def imported(module: str, qualname: str) -> Any:
-    """Return what has that name in the module, which is imported."""
-    return reduce(getattr, qualname.split("."), importlib.import_module(module))
 
 
 def _module(name: str, where: str, error: type[ValueError | ConfigError]) -> ModuleType | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from rhymerl.config.dotted_names import imported
 from rhymerl.rewards.base import Reward
 from rhymerl.rewards.calls import Attempt, Call, Caller
 from rhymerl.rewards.child import Parent
@@ -33,7 +33,7 @@ def serve(parent: Parent) -> None:
         for each in settings:
             with Attempt() as attempt:
                 name = each["function"]
-                reward = Reward(**{**each, "function": name if isinstance(name, str) else imported(*name)})
+                reward = Reward(**{**each, "function": name if isinstance(name, str) else resolve_name(":".join(name))})
                 arguments = opened(reward.call, reward.arguments, stack)
                 callers.append(Caller(reward=reward, arguments=arguments, drive=_drive))
             if attempt.error is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from rhymerl.config import dotted_names
-from rhymerl.config.dotted_names import Found, imported
+from rhymerl.config.dotted_names import Found
 from rhymerl.rewards.calls import Attempt
 
 
@@ -26,6 +27,6 @@ def find_home(function: Any) -> Found | None:
     if not module or not qualname or module == "__main__":
         return None
     with Attempt():
-        if imported(module, qualname) == function:
+        if resolve_name(f"{module}:{qualname}") == function:
             return Found(module, qualname, function)
     return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
-from rhymerl.config.dotted_names import imported
 from rhymerl.errors import BackendError
 
 _SPECULATIVE = "sglang.srt.speculative"
@@ -70,7 +70,7 @@ def _missing(wanted: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _has(module: str, name: str) -> bool:
     try:
-        imported(module, name)
+        resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError):
         return False
     return True
