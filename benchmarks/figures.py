@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.record import ROOT, git
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _COMMIT = re.compile(r'"?commit"?:? "?([0-9a-f]{12}(?:-dirty)?|unknown)')
 _NAME = re.compile(r"(.+?)_((?:xeon|epyc)-\d+core|h\d+)")  # the theme and the machine in the name of a file
@@ -101,10 +100,6 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
             yield "FOLDER"
         elif value is not True:
             yield from map(str, value if isinstance(value, list) else [value])
-
-
-def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def changes_since(commit: str, judges: tuple[str, ...]) -> int:

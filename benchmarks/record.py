@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+ROOT = Path(__file__).parents[1]
 ROWS = "RHYMERL_BENCHMARK_ROWS"
 KNOWN = "RHYMERL_BENCHMARK_KNOWN"
 COMMIT = "RHYMERL_COMMIT"
@@ -145,16 +146,15 @@ def commit() -> str:
     """Return the variable's commit, else the current one, "-dirty" if package or benchmarks differ from it."""
     if given := os.environ.get(COMMIT):
         return given
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "../rhymerl", ".")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "rhymerl", "benchmarks")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import RESULTS, ROOT, git, theme_of
+from benchmarks.figures import RESULTS, theme_of
+from benchmarks.record import ROOT, git
 from benchmarks.update.shared_prefixes import RANDOM
 from tests.benchmarks.test_result_files import has_history
 from tests.documents import PAGES

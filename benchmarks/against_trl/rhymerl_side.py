@@ -60,7 +60,7 @@ def main() -> None:
         rollout=RolloutSettings(group_size=arguments.group_size, max_tokens=arguments.max_tokens),
         update=UpdateSettings(learning_rate=arguments.learning_rate, **parts),
         backend=EmbeddedBackend(max_running=arguments.prompts * arguments.group_size),  # side by side, as there
-        rewards=Reward(sides.reward_of(arguments), where=arguments.reward_where),
+        rewards=Reward(arguments.reward, where=arguments.reward_where),
         seed=arguments.seed,
     )
     data = PromptDataModule(sides.rows_of(arguments), prompts_per_step=arguments.prompts, seed=arguments.seed)

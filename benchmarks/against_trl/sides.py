@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +17,6 @@ def settings() -> SimpleNamespace:
 def rows_of(arguments: SimpleNamespace) -> list[dict[str, Any]]:
     """The problems: a prompt, and what the reward is given by name."""
     return [json.loads(line) for line in Path(arguments.rows).read_text().splitlines()]
-
-
-def reward_of(arguments: SimpleNamespace) -> Callable[..., float]:
-    """The reward function."""
-    module, _, name = arguments.reward.rpartition(".")
-    reward: Callable[..., float] = getattr(importlib.import_module(module), name)
-    return reward
 
 
 def total(completion: str, *, answer: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +111,7 @@ def main() -> None:
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(arguments.policy, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(arguments.policy),
-        reward_funcs=rewards_by(sides.reward_of(arguments), names),
+        reward_funcs=rewards_by(pkgutil.resolve_name(arguments.reward), names),
         args=configuration(arguments),
         train_dataset=Dataset.from_list(rows),
         callbacks=[clock],

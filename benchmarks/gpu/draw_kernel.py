@@ -66,12 +66,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = record.begin(parser, words)
     if not torch.cuda.is_available():
         raise SystemExit("draw_kernel.py needs a CUDA device and triton: there is no CUDA device here")
-    cases = [
-        {"rows": n, "vocabulary": vocabulary, "truncation": on}
-        for vocabulary in arguments.vocabularies
-        for n in arguments.rows
-        for on in (False, True)
-    ]
+    cases = record.cases(vocabulary=arguments.vocabularies, rows=arguments.rows, truncation=[False, True])
     return record.finish("draw_kernel", __doc__, arguments, rows=record.rows_of(cases, partial(measure, arguments)))
 
 

@@ -62,11 +62,7 @@ def profiled(engine: Engine) -> Mapping[str, int]:
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = record.begin(options(__doc__, running=[1, 8, 32, 128], nodes=[0, 4, 16], passes=40), words)
-    cases = [
-        {"size": arguments.size, "running": running, "nodes": nodes}
-        for nodes in arguments.nodes
-        for running in arguments.running
-    ]
+    cases = record.cases(size=[arguments.size], nodes=arguments.nodes, running=arguments.running)
     return record.finish("gpu_engine", __doc__, arguments, rows=record.rows_of(cases, partial(measure, arguments)))
 
 

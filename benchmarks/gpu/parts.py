@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.record import ROOT
+
 SHAPE = (  # of 0.5B
     "model_type:qwen2,vocab_size:151936,hidden_size:896,num_hidden_layers:24,num_attention_heads:14,num_key_value_heads:2,"
     "intermediate_size:4864,max_position_embeddings:4096"

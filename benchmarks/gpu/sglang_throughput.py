@@ -180,11 +180,8 @@ def run_rounds(
                 say(f"--minutes are over in round {number} with {running} running")
                 return
             one = found[side.mode][number, running] = side.measured(requests, running=running)
-            length = speculation_of([one]).accept_length
-            say(
-                f"round {number}, {running} running, {side.mode}: {one.tokens_per_s:.0f} tokens/s, accept length {length:.2f}"
-            )
-            known = {"round": number, "running": running, "mode": side.mode, "accept_length": round(length, 3)}
+            length = round(speculation_of([one]).accept_length, 3)
+            known = {"round": number, "running": running, "mode": side.mode, "accept_length": length}
             record.note_row({**known, "tokens_per_s": round(one.tokens_per_s, 1)})
             side.backend.follow(history)  # nothing new: the drafter forgets these answers
             if side.mode == STOCK_NGRAM:

@@ -155,10 +155,6 @@ def events_of(run_dir: Path) -> dict[str, Any]:
     return {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
 
 
-def rollouts(trees: Sequence[Tree], rows: int) -> dict[str, Times]:
-    return {tree.name: rollout(tree, rows) for tree in trees}
-
-
 def rollout(tree: Tree, rows: int) -> Times:
     """Seconds of the first pass over some prompts, which has no history, and of the third."""
     running = tree.start(
@@ -180,7 +176,7 @@ def rollout(tree: Tree, rows: int) -> Times:
 WORKLOADS = {
     "echo": lambda trees: fit(trees, "echo", "--config", "echo.yaml"),
     "quickstart": lambda trees: fit(trees, "quickstart", "--config", "quickstart", "task.validation_size=16"),
-    **{f"rollout {rows}": lambda trees, rows=rows: rollouts(trees, rows) for rows in ROWS},
+    **{f"rollout {rows}": lambda trees, rows=rows: {tree.name: rollout(tree, rows) for tree in trees} for rows in ROWS},
 }
 
 

@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import record
+from benchmarks.gpu.bare import sample
 from benchmarks.update.optimizer_step import optimizer_step
 from rhymerl.history.traces import read_trace
 from rhymerl.models.logprobs import token_batch
@@ -102,10 +103,7 @@ def sample_of(prompt: Prompt, index: int, tokens: IntArray, *, reward: float) ->
     sampling = SamplingParams(max_tokens=len(tokens))
     request = RolloutRequest(id=f"{prompt.id}/{index}", prompt=prompt, sample=index, seed=index, sampling=sampling)
     output = Output.of(tokens, logprob=-10.0, finish_reason="stop")
-    mask = np.ones(len(tokens), np.bool_)
-    return Sample(
-        completion=Completion(request=request, output=output), text="", reward=reward, rewards={}, loss_mask=mask
-    )
+    return sample(Completion(request=request, output=output), reward)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

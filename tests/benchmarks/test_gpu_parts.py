@@ -137,7 +137,7 @@ def test_parts_import_no_package_that_they_do_not_name() -> None:
 KEYS = {
     "machine": [["none"]],
     "passes": [["tiny", 1], ["tiny", 4], ["tiny", 8]],
-    "engine": [["tiny", running, nodes] for nodes in (0, 2) for running in (1, 3)],
+    "engine": [["tiny", nodes, running] for nodes in (0, 2) for running in (1, 3)],
     "drafts": [["tiny", running, mode] for running in (1, 3) for mode in ("none", "history_tree")],
     "update": [["tiny", False], ["tiny", True]],
     "peer": [["tiny", 2]],

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks import record
-from benchmarks.figures import JUDGES, RESULTS, ROOT, changes_since, command_of, commits_of, git, theme_of
+from benchmarks.figures import JUDGES, RESULTS, changes_since, command_of, commits_of, theme_of
+from benchmarks.record import ROOT, git
 
 FILES = [path for path in sorted(RESULTS.iterdir()) if path.suffix in (".json", ".jsonl", ".txt")]
 SHORTENED = {"arctic", "traces"}  # in the file
@@ -64,7 +65,7 @@ def test_an_age_counts_the_later_commits_that_touch_the_code(tmp_path: Path, mon
         git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", name)
         return git("rev-parse", "HEAD")
 
-    monkeypatch.setattr("benchmarks.figures.ROOT", tmp_path)
+    monkeypatch.setattr("benchmarks.record.ROOT", tmp_path)
     git("init", "--quiet")
     first = commit("a")
     commit("b")
