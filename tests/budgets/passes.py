@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rhymerl.budgets import PassOutcome
-from rhymerl.drafts import Draft, DraftBatch
+from rhymerl.budgets import GoodputBudget, PassOutcome
+from rhymerl.budgets.base import Pauses
+from rhymerl.drafts import Draft, DraftBatch, closed, keep_nodes
 from rhymerl.testing import make_requests
 from rhymerl.types import RolloutRequest
 
@@ -65,3 +66,40 @@ def outcome_of(
         seconds=seconds,
         is_decoding=True,
     )
+
+
+Propose = Callable[[list[int]], list[Draft]]  # limits of those who are asked -> their drafts
+
+
+def passes(
+    budget: GoodputBudget,
+    number: int,
+    *,
+    rows: int,
+    propose: Propose,
+    is_right: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
+    seconds: Callable[[int, int], float] = lambda nodes, asked: 1.0,
+) -> list[tuple[int, int]]:
+    """So many passes as the engine makes them; requests asked for and nodes verified in each."""
+    requests, found, pauses = make_requests(rows), [], Pauses(budget.skips, budget.count_passes)
+    for _ in range(number):
+        if pauses.take(rows):
+            found.append((0, 0))
+            continue
+        limits = budget.limits(requests)
+        askers = np.flatnonzero(limits)
+        drafts = DraftBatch.pack([chain(0)] * rows)
+        if len(askers):
+            drafts = DraftBatch.pack(propose(limits[askers].tolist()))
+            drafts = keep_nodes(drafts, budget.trim([requests[asker] for asker in askers], drafts)).scatter(
+                askers, rows
+            )
+        accepted = closed(drafts, is_right(np.ones(len(drafts.token_ids))).astype(np.bool_))
+        taken = seconds(len(drafts.token_ids), len(askers))
+        budget.learn(outcome_of(drafts, accepted, seconds=taken, requests=requests))
+        found.append((len(askers), len(drafts.token_ids)))
+    return found
+
+
+def guesses(length: int, score: float | None = 0.3) -> Propose:
+    return lambda limits: [chain(min(length, limit), score) for limit in limits]

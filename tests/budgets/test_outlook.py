@@ -13,7 +13,7 @@ from rhymerl.budgets.outlook import Outlook
 from rhymerl.budgets.probe_budget import ProbeBudget
 from rhymerl.costs import CostCurve
 from rhymerl.testing import make_requests
-from tests.budgets.test_goodput import guesses, passes
+from tests.budgets.passes import guesses, passes
 
 STRAIGHT = [(0, 1.0), (1000, 11.0)]  # a token costs a hundredth of a pass
 

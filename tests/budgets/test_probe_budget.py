@@ -9,7 +9,7 @@ from rhymerl.budgets import GoodputBudget
 from rhymerl.budgets.base import Pauses
 from rhymerl.budgets.learned_cost import LearnedCost
 from rhymerl.budgets.probe_budget import ProbeBudget
-from tests.budgets.test_goodput import guesses, passes
+from tests.budgets.passes import guesses, passes
 
 
 def test_a_probe_is_afforded_after_as_many_passes_as_are_said():

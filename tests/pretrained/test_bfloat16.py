@@ -22,7 +22,7 @@ from tests.engine.test_support import hide_a_token, in_packed_passes, move_a_tok
 from tests.integration import programs
 from tests.integration.conftest import assert_same, checkpoint
 from tests.pretrained.questions import QUESTIONS, requests
-from tests.training.test_shared_prefixes import misplaced
+from tests.training.test_sharing_proof import misplaced
 
 pytestmark = pytest.mark.pretrained
 

@@ -14,13 +14,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from rhymerl.algos import GRPO, PPO
 from rhymerl.distributed import Alone
-from rhymerl.models import proof, shared_prefixes
+from rhymerl.models import shared_prefixes
 from rhymerl.models.critic import CriticSettings
 from rhymerl.models.logprobs import token_batch
 from rhymerl.models.lora import LoRA
 from rhymerl.models.policy import Policy
-from rhymerl.models.proof import prove_sharing
-from rhymerl.models.shared_prefixes import RunBucket, SharedLayout, place_runs, sharing, side_by_side
+from rhymerl.models.shared_prefixes import SharedLayout, place_runs, sharing, side_by_side
 from rhymerl.testing import make_prompt, tiny_policy
 from rhymerl.training.batches import micro_batches, units
 from rhymerl.training.passes import balance_samples
@@ -325,73 +324,6 @@ def test_groups_are_dealt_whole_unless_a_rank_would_wait():
 
 def part_of(index: int, dealt: list[list[int]]) -> int:
     return next(rank for rank, part in enumerate(dealt) if index in part)
-
-
-# -- proof ---------------------------------------------------------------------------------------------------------
-
-
-def misplaced(*given):
-    """A layout whose answers stand one position too late."""
-    placed = place_runs(*given)
-    placed.layout.position_ids[:, placed.layout.sizes[0] :] += 1
-    return placed
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_a_wrong_mask_or_position_is_found_out(dtype, monkeypatch):
-    body = tiny_policy(dtype=dtype).model.get_decoder()
-    assert prove_sharing(body, 64) is None
-    right = RunBucket.mask
-
-    def opened(self, *given):
-        mask = right(self, *given).clone()
-        mask[..., -2, -1] = 0  # the last but one sees the last
-        return mask
-
-    def closed(self, *given):
-        mask = right(self, *given).clone()
-        mask[:, :, -1, 0] = float("-inf")
-        return mask
-
-    for wrong in (opened, closed):
-        monkeypatch.setattr(RunBucket, "mask", wrong)
-        assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
-    monkeypatch.setattr(RunBucket, "mask", right)
-    monkeypatch.setattr(proof, "place_runs", misplaced)
-    assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
-
-
-def test_rounding_is_told_from_structure(monkeypatch):
-    """A sharp model of 30 layers was refused for 1.2e-4 of its largest state."""
-    body = tiny_policy(dtype="float32").model.get_decoder()
-    monkeypatch.setitem(proof._TOLERANCE, torch.float32, 0.0)
-    assert prove_sharing(body, 64) is None
-    monkeypatch.setattr(proof, "place_runs", misplaced)
-    assert prove_sharing(body, 64) == "its states behind a shared prompt are others"
-
-
-@pytest.mark.parametrize(
-    ("made", "settings", "reason"),
-    [
-        ({"attention_dropout": 0.1}, {}, "dropout"),
-        ({}, {"share_prefixes": False}, None),
-    ],
-)
-def test_a_model_that_cannot_computes_row_by_row_and_says_why(made, settings, reason, caplog):
-    model = tiny_policy(**made).model
-    with caplog.at_level("WARNING"):
-        assert not UpdateSettings(**settings).prove(model, 64)
-    assert (reason is None and not caplog.text) or reason in caplog.text
-    assert UpdateSettings().prove(policy_of().model, 64)
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
-def test_a_dropout_of_another_head_is_none(model_type):
-    """GPT-2 has one of a summary, GPT-NeoX one of a classifier."""
-    config = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if model_type == "gpt2" else {}
-    model = tiny_policy(model_type, **config).model
-    assert any("drop" in name and value for name, value in model.config.to_dict().items())
-    assert UpdateSettings().prove(model, 64)
 
 
 def test_outside_of_the_context_no_model_reads_a_shared_layout():
