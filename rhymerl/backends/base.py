@@ -47,7 +47,7 @@ class Backend(ABC):
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         """Raise ConfigError for a drafter or budget that the engine cannot use as set; called before any compute."""
 
-    def share(self, setup: Setup | None) -> None:
+    def share_device(self, setup: Setup | None) -> None:
         """Take only the memory that the update leaves free on the device; called before `start`.
 
         `setup` describes the update; it is None if the run trains nothing.

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rhymerl.config.annotations import wants_component
 from rhymerl.config.dotted_names import is_dotted
 from rhymerl.config.files import ConfigFile, Layer, folders_beside, layers, locate, packaged_directory, read_chain
-from rhymerl.config.interpolation import located_errors, settle
+from rhymerl.config.interpolation import interpolate, located_errors
 from rhymerl.config.schema import check, expand, kinds_by_key, unknown
 from rhymerl.config.tree import ABSENT, child, is_component, join, origin
 from rhymerl.errors import ConfigError
@@ -49,7 +49,7 @@ def compose(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConf
     sources = sources_of(name_or_path, overrides)
     config = merged(sources.path, sources.layers)
     _apply_all(config, sources.overrides)
-    settle(config, sources.path.stem)
+    interpolate(config, sources.path.stem)
     root = merged(sources.path, [file for file in sources.chain if file.is_root])
     check(config, root | dict.fromkeys(group for file in sources.chain for group in file.choices))
     composed = OmegaConf.create(config)
@@ -68,7 +68,7 @@ def written(name_or_path: str | Path, overrides: Sequence[str]) -> dict[str, Any
         with suppress(ConfigError):
             _apply(config, override)
     with suppress(ConfigError):
-        settle(config, sources.path.stem)
+        interpolate(config, sources.path.stem)
     return config
 
 

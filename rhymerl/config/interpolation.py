@@ -30,7 +30,7 @@ _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
 _SHOWN = 10  # files that an error names
 
 
-def settle(config: dict[str, Any], config_name: str) -> None:
+def interpolate(config: dict[str, Any], config_name: str) -> None:
     """Replace every interpolation but the links by its value, so that nothing depends on the clock any more.
 
     Text out of the environment stays named, wherever it comes through; it has to be there all the same.
@@ -39,15 +39,15 @@ def settle(config: dict[str, Any], config_name: str) -> None:
     OmegaConf.register_new_resolver("rhymerl.now", moment.strftime, replace=True)
     OmegaConf.register_new_resolver("rhymerl.config_name", lambda: config_name, replace=True)
     ours = map_text(config, lambda text: _OURS.sub(r"${rhymerl.\1:", text))
-    _settle(config, OmegaConf.create(ours), environment_named(ours), "")
+    _interpolate(config, OmegaConf.create(ours), environment_named(ours), "")
 
 
-def _settle(node: Any, evaluated: Any, named: Any, key: str) -> None:
+def _interpolate(node: Any, evaluated: Any, named: Any, key: str) -> None:
     """`evaluated` and `named` are the same node, with the text from the environment, and with its name instead."""
     for name, value in entries(node):
         here = join(key, name)
         if isinstance(value, dict | list):
-            _settle(value, evaluated[name], named[name], here)
+            _interpolate(value, evaluated[name], named[name], here)
         elif isinstance(value, str) and "${" in value and link_of(value) is None:
             with located_errors(f"{here}={value!r}"):
                 found = evaluated[name]

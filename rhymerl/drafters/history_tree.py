@@ -171,7 +171,7 @@ class HistoryTreeDrafter(Drafter):
         rows = group.extend([requests[line].id for line in lines], [contexts[line] for line in lines])
         self._behind.append(group)
         name = _key(request)
-        self._history.settle(name, wait=bool(self.deterministic))
+        self._history.install(name, wait=bool(self.deterministic))
         sealed = self._history.get(name, None if request.segment else request.prompt.token_ids)
         pool = pools[request.split] or _NO_HISTORY.index
         return _Asker(group.index, rows, sealed or _NO_HISTORY, pool, np.array(lines))

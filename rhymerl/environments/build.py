@@ -13,8 +13,8 @@ from rhymerl.config import instantiate
 from rhymerl.environments.base import Environment, is_remembered
 from rhymerl.environments.encoding import ReplyEncoder
 from rhymerl.environments.episodes import Episodes
-from rhymerl.environments.memory import ReplyMemory
 from rhymerl.environments.pool import EnvironmentPool
+from rhymerl.environments.reply_cache import ReplyCache
 from rhymerl.errors import ConfigError
 from rhymerl.models.chat import ChatTokenizer
 from rhymerl.tasks.base import Task
@@ -86,7 +86,7 @@ class EpisodeSettings:
             self.environment,
             num_processes=self.num_processes,
             timeout_s=self.reply_timeout_s,
-            memory=ReplyMemory(self.reply_memory_mb * 2**20) if remembers else None,
+            memory=ReplyCache(self.reply_memory_mb * 2**20) if remembers else None,
         )
         return Episodes(
             pool,

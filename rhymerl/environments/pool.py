@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from rhymerl.environments.base import Reply, Turn, checked_reply
-from rhymerl.environments.memory import ReplyMemory, key_of, packed
 from rhymerl.environments.process_main import BEAT_S, NUM_THREADS, Ask
+from rhymerl.environments.reply_cache import ReplyCache, key_of, packed
 from rhymerl.errors import EpisodeError
 from rhymerl.rewards.lines import Outcome, StrayBytesError
 from rhymerl.rewards.process import GRACE_S, ChildProcess, ProcessPool
@@ -100,7 +100,7 @@ class EnvironmentPool(ProcessPool[_Process]):
         *,
         num_processes: int = 2,
         timeout_s: float = 60.0,
-        memory: ReplyMemory | None = None,
+        memory: ReplyCache | None = None,
     ) -> None:
         pickled = pickle.dumps(environment)
         super().__init__([_Process(pickled) for _ in range(num_processes)])

@@ -123,7 +123,7 @@ class SealedHistory:
             self._builder = ThreadPoolExecutor(1, thread_name_prefix="rhymerl-history")
         return self._builder.submit(build)
 
-    def settle(self, name: Name, *, wait: bool = True) -> None:
+    def install(self, name: Name, *, wait: bool = True) -> None:
         """Install the prompt's newest index if it is built, or once it is (`wait`); build a small one at once."""
         if name in self._stale:
             if wait or self._is_small(name):
@@ -141,13 +141,13 @@ class SealedHistory:
         return name in self._answers and sum(map(len, self._answers[name][1])) <= _SMALL_TOKENS
 
     def pool(self, split: Split, *, wait: bool = True) -> SuffixIndex | None:
-        """Return the index over the newest answers to all prompts, settled; None where there is none yet."""
-        self.settle(_pool(split), wait=wait)
+        """Return the index over the newest answers to all prompts, installed; None where there is none yet."""
+        self.install(_pool(split), wait=wait)
         found = self._sealed.get(_pool(split))
         return found if isinstance(found, SuffixIndex) else None
 
     def get(self, name: Name, prompt: IntArray | None) -> SealedAnswers | None:
-        """Return the prompt's settled index; None when there is none, or when the name belongs to another prompt.
+        """Return the prompt's installed index; None when there is none, or when the name belongs to another prompt.
 
         Of a later part of an episode, which has other tokens, the `prompt` is None.
         """

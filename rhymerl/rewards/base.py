@@ -77,16 +77,16 @@ class Reward:
     parameters: Parameters = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        settle = partial(object.__setattr__, self)
+        assign = partial(object.__setattr__, self)
         may_stay = self.where is _UNSET
-        settle("name", own_name(self.function) if self.name is _UNSET else self.name)
-        settle("where", "pool" if may_stay else self.where)
-        settle("arguments", dict(self.arguments or {}))
+        assign("name", own_name(self.function) if self.name is _UNSET else self.name)
+        assign("where", "pool" if may_stay else self.where)
+        assign("arguments", dict(self.arguments or {}))
         self._check_values()
         home = self._find(may_stay=may_stay)
-        settle("home", home)
-        settle("call", home.target if isinstance(self.function, str) and home else self.function)
-        settle("parameters", _parameters(self.call, argument=self._function))
+        assign("home", home)
+        assign("call", home.target if isinstance(self.function, str) and home else self.function)
+        assign("parameters", _parameters(self.call, argument=self._function))
         self._check_function()
 
     @property

@@ -225,7 +225,7 @@ class RhymeModule(L.LightningModule):
             nn.Module.to(self.reference, device=self.device, dtype=self.model.dtype)
         self._ranks = self._ranks or (Group(RECORDS) if size > 1 else Alone())
         is_trained = self._shares_engine or self.trainer.training
-        self.backend.share(setup_of(self, self.trainer, datamodule_of(self.trainer)) if is_trained else None)
+        self.backend.share_device(setup_of(self, self.trainer, datamodule_of(self.trainer)) if is_trained else None)
         self.backend.start(self.policy, self._rollout_drafter, budget=self.budget, autocast=autocast)
         self._scorer = RewardScorer(self._rewards, num_processes=self.reward_workers)
         self._loop = RolloutLoop(

@@ -67,7 +67,7 @@ def test_memory_is_bounded_over_many_steps():
                 store.add(prompt, [answer(epoch=epoch, sample=sample, token_ids=tokens)])
         drafter.follow(store.deltas(version))
         for number in range(8):
-            drafter._history.settle(("train", make_prompt([number]).key))
+            drafter._history.install(("train", make_prompt([number]).key))
         drafter._history.pool("train", wait=True)
         sizes.append(drafter.bytes)
     assert max(sizes[4:]) <= max(sizes[:4])

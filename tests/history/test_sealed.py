@@ -24,8 +24,8 @@ def tokens_of(sealed: SealedAnswers) -> list[list[int]]:
     return pieces
 
 
-def settled(history: SealedHistory, key: str, split: str = "train") -> SealedAnswers | None:
-    history.settle((split, key))
+def installed(history: SealedHistory, key: str, split: str = "train") -> SealedAnswers | None:
+    history.install((split, key))
     return history.get((split, key), prompt(key).token_ids)
 
 
@@ -95,7 +95,7 @@ def test_what_is_indexed_is_what_the_store_holds(steps, window, max_prompts):
                 known = store.answers(prompt(name[1]), name[0])
                 newest = known[-1].epoch if known else 0
                 expected = [each for each in known if each.epoch > newest - window]
-                found = settled(history, name[1], name[0])
+                found = installed(history, name[1], name[0])
                 if found is None:
                     assert expected == []
                     continue
@@ -106,18 +106,18 @@ def test_what_is_indexed_is_what_the_store_holds(steps, window, max_prompts):
         history.close()
 
 
-def test_an_index_is_replaced_when_it_settles_and_not_before():
+def test_an_index_is_replaced_when_it_is_installed_and_not_before():
     store, history = HistoryStore(), SealedHistory(window=8)
     store.add(prompt("a"), [answer(epoch=0)])
     history.follow(store.snapshot())
     assert history.get(("train", "a"), prompt("a").token_ids) is None
-    first = settled(history, "a")
+    first = installed(history, "a")
     version = store.version
     store.add(prompt("a"), [answer(epoch=1, token_ids=[5, 5])])
     history.follow(store.deltas(version))
     assert history.get(("train", "a"), prompt("a").token_ids) is first
-    assert tokens_of(settled(history, "a")) == [[1, 2, 3], [5, 5]]
-    assert history.bytes == settled(history, "a").index.bytes
+    assert tokens_of(installed(history, "a")) == [[1, 2, 3], [5, 5]]
+    assert history.bytes == installed(history, "a").index.bytes
     history.close()
 
 
@@ -127,12 +127,12 @@ def test_settling_without_waiting_takes_what_is_there():
     is_busy = threading.Event()
     history._submit(lambda: is_busy.wait(10))  # the thread builds one after another
     history.follow(store.snapshot())
-    history.settle(("train", "a"), wait=False)
+    history.install(("train", "a"), wait=False)
     assert history.get(("train", "a"), prompt("a").token_ids) is None
     is_busy.set()
-    assert tokens_of(settled(history, "a")) == [[1, 2, 3]]
-    history.settle(("train", "a"))  # again, and for what is unknown
-    history.settle(("train", "b"))
+    assert tokens_of(installed(history, "a")) == [[1, 2, 3]]
+    history.install(("train", "a"))  # again, and for what is unknown
+    history.install(("train", "b"))
     history.close()
 
 
@@ -140,7 +140,7 @@ def test_a_key_that_belongs_to_another_prompt_has_no_index():
     store, history = HistoryStore(), SealedHistory(window=8)
     store.add(prompt("a", [7, 8]), [answer()])
     history.follow(store.snapshot())
-    history.settle(("train", "a"))
+    history.install(("train", "a"))
     assert history.get(("train", "a"), prompt("a", [7, 8]).token_ids) is not None
     assert history.get(("train", "a"), prompt("a", [7, 9]).token_ids) is None
     assert history.get(("validation", "a"), prompt("a", [7, 8]).token_ids) is None
@@ -152,10 +152,10 @@ def test_a_snapshot_starts_anew():
     old.add(prompt("a"), [answer()])
     new.add(prompt("b"), [answer()])
     history.follow(old.snapshot())
-    settled(history, "a")
+    installed(history, "a")
     history.follow(new.snapshot())
-    assert settled(history, "a") is None
-    assert settled(history, "b") is not None
+    assert installed(history, "a") is None
+    assert installed(history, "b") is not None
     history.close()
 
 
@@ -165,11 +165,11 @@ def test_it_goes_on_after_it_was_closed():
     store.add(prompt("a"), [answer()])
     history.follow(store.snapshot())
     history.close()
-    assert tokens_of(settled(history, "a")) == [[1, 2, 3]]  # what was asked for has been built
+    assert tokens_of(installed(history, "a")) == [[1, 2, 3]]  # what was asked for has been built
     version = store.version
     store.add(prompt("a"), [answer(epoch=1)])
     history.follow(store.deltas(version))
-    assert len(tokens_of(settled(history, "a"))) == 2
+    assert len(tokens_of(installed(history, "a"))) == 2
     history.close()
 
 
@@ -180,5 +180,5 @@ def test_an_error_of_the_thread_is_raised_where_the_index_is_wanted():
     broken = replace(change, added=(replace(answer(), token_ids=np.zeros((2, 2), np.int32)),))
     history.follow(HistoryDelta(version=1, is_snapshot=True, changes=(broken,)))
     with pytest.raises(ValueError, match="dimension"):
-        history.settle(("train", "a"))
+        history.install(("train", "a"))
     history.close()

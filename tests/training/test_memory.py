@@ -12,7 +12,7 @@ from tests.integration.training import Run
 class Told(EmbeddedBackend):
     setup: Setup | None = None
 
-    def share(self, setup: Setup | None) -> None:
+    def share_device(self, setup: Setup | None) -> None:
         self.setup = setup
 
 

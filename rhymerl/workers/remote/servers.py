@@ -176,8 +176,8 @@ class ServersBackend(HostedBackend):
     def check_drafting(self, drafter: Drafter, budget: Budget | None) -> None:
         self.backend.check_drafting(drafter, budget)
 
-    def share(self, setup: Setup | None) -> None:
-        self.backend.share(None)
+    def share_device(self, setup: Setup | None) -> None:
+        self.backend.share_device(None)
 
     def start(
         self, policy: Policy, drafter: Drafter, *, budget: Budget | None = None, autocast: Autocast = nullcontext

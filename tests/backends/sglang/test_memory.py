@@ -177,7 +177,7 @@ def gpu(monkeypatch, flat_policy):
 def started(policy, setup: Setup | None, **settings) -> tuple[str, str | None]:
     """The command line of the engine, and what is told of it."""
     backend = SGLangBackend(max_running=2, environment=ENVIRONMENT, **settings)
-    backend.share(setup)
+    backend.share_device(setup)
     with backend:
         backend.start(policy, NoDrafter())
         return backend.server.server.log.read_text(), backend.words()

@@ -1,4 +1,4 @@
-"""A memory of replies: an environment that is a pure function is asked once for what follows from the same."""
+"""A cache of replies: an environment that is a pure function is asked once for what follows from the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def key_of(environment: Any, row: Mapping[str, Any], turns: Sequence[Turn]) -> s
     return blake2b(packed(followed), digest_size=16).hexdigest()
 
 
-class ReplyMemory:
+class ReplyCache:
     """The replies that were last made or looked up, by key, in at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rhymerl.environments import Environment, Python, Reply, Tools, Turn, calculator, pure
 from rhymerl.environments.base import is_remembered
 from rhymerl.environments.episodes import Episodes
-from rhymerl.environments.memory import ENTRY_BYTES, ReplyMemory, key_of
 from rhymerl.environments.pool import EnvironmentPool
+from rhymerl.environments.reply_cache import ENTRY_BYTES, ReplyCache, key_of
 from rhymerl.errors import EpisodeError
 from rhymerl.tasks import RunningSum
 from rhymerl.types import Output, RolloutRequest
@@ -39,7 +39,7 @@ def log(tmp_path) -> Path:
 
 
 def remembering_pool(environment: Environment) -> EnvironmentPool:
-    return EnvironmentPool(environment, num_processes=1, memory=ReplyMemory(2**20))
+    return EnvironmentPool(environment, num_processes=1, memory=ReplyCache(2**20))
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def test_columns_that_cannot_be_sent_are_an_error() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(0, 5000)), max_size=40))
 def test_the_latest_replies_stay_as_far_as_there_is_room(steps) -> None:
-    memory, twin = ReplyMemory(4000), list[tuple[int, int]]()  # keys and sizes, the one that goes next first
+    memory, twin = ReplyCache(4000), list[tuple[int, int]]()  # keys and sizes, the one that goes next first
     for is_looked_up, key, length in steps:
         size = dict(twin).get(key)
         found = memory.get(str(key))

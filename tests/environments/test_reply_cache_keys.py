@@ -10,7 +10,7 @@ import pytest
 
 from rhymerl.environments import Tools, Turn, answer, calculator, pure
 from rhymerl.environments.base import checked_reply
-from rhymerl.environments.memory import key_of
+from rhymerl.environments.reply_cache import key_of
 from rhymerl.errors import HookError
 from rhymerl.tasks import RunningSum
 from tests.environments.test_calls import RESPONSE_TEMPLATE
@@ -154,6 +154,6 @@ def test_a_key_that_cannot_be_made_names_the_class_and_the_line() -> None:
         def memory_key(self, row, turns):
             return row["number"]
 
-    words = r"environment=tests\.environments\.test_memory_keys\..*Forgets: memory_key raised KeyError: 'number' \(test_memory_keys"
+    words = r"environment=tests\.environments\.test_reply_cache_keys\..*Forgets: memory_key raised KeyError: 'number' \(test_reply_cache_keys"
     with pytest.raises(HookError, match=words):
         key_of(Forgets(), {}, [Turn(text="a")])
