@@ -76,19 +76,20 @@ class PassCost(ABC):
         rows: int,
         nodes: int,
         asked: int,
-        seconds: float,
+        seconds: float | None,
         *,
         prompt_tokens: int = 0,
         seen: int = 0,
-        is_cold: bool = False,
     ) -> float:
-        """Learn from a pass's time; return the time that counts for it.
+        """Learn from the time of the next pass, None if it is not known; return the time that counts for it.
 
         Beside rows and nodes it computed so many tokens of prompts; `seen` are the keys that rows and nodes attended
-        to, summed. It `is_cold` where the passes before were of the other kind, with drafts or without, so that the
-        drafter's or the model's data had to be fetched from far: it took longer than it would in a row.
+        to, summed.
         """
         return float(self.seconds(rows, np.array([nodes]), asked)[0])
+
+    def note_pause(self) -> None:
+        """Passes without drafts follow that are not observed."""
 
     def wants_plain(self, rows: int) -> bool:
         """Return whether a pass over so many requests should go without drafts, to learn its cost."""

@@ -13,7 +13,7 @@ import numpy as np
 from rhymerl.budgets.acceptance import Acceptance, largest_part, rank_in_drafts
 from rhymerl.budgets.base import Budget, PassOutcome
 from rhymerl.budgets.expectation import PassTotals
-from rhymerl.budgets.learned_cost import LearnedCost
+from rhymerl.budgets.learned_cost import NUM_COLD, LearnedCost
 from rhymerl.budgets.outlook import Choice, Outlook
 from rhymerl.budgets.probe_budget import PROBE_NODES, PROBED, TRUST, Kind, ProbeBudget, ProbeCourse
 from rhymerl.budgets.token_weights import TokenWeights
@@ -35,10 +35,9 @@ _CHOICE_EVERY = 4  # passes, or when a request has left or entered
 _REMEMBER = 0.99  # of what drafts promised and kept, a pass with drafts
 _REMEMBER_PROBE = 0.8  # a probe: what it is for is that things may have changed
 _BENEFIT = 20.0  # tokens of doubt in favour of the drafts
-
-# The times of the first pass with drafts, and of so many without, are not learned: what they use is in no cache.
-_COLD = 2
-_ATTEMPT: Mapping[bool, tuple[Kind, ...]] = {True: ("probe", "probe", "trial", "trial", "trial"), False: ("probe",)}
+# Where costs are given, the first probe is enough; they are learned from the second one and from the last trial.
+_TRIALS: list[Kind] = ["trial"] * (NUM_COLD + 1)
+_ATTEMPT: tuple[Kind, ...] = ("probe", "probe", *_TRIALS)
 
 
 @dataclass(eq=False)
@@ -80,8 +79,6 @@ class GoodputBudget(Budget):
         # Tokens expected of verified nodes, and accepted ones, of late.
         self._expected_lately = self._accepted_lately = 0.0
         self._kind: Kind = "draft"  # of the pass under way
-        self._is_cold = False  # the drafter was left alone before it
-        self._num_plain = 0  # passes in a row, of those that were measured, without drafts
         self._rows = 0  # of the pass under way
         self._asked = 0  # of these, those that the drafter was asked for
         self._expected = 0.0  # tokens, of its verified nodes
@@ -126,10 +123,10 @@ class GoodputBudget(Budget):
         self._report.begin(self._rows, num_requests)
         self._rows, self._asked = num_requests, 0
         self._look(num_requests)
-        self._is_cold = self._kind == "plain"
         self._kind = self._next_kind()
         if self._kind != "plain":
             return 0
+        self._cost.note_pause()
         return self._probe_budget.passes_until_probe
 
     def note_running(self, requests: Sequence[RolloutRequest], num_generated: IndexArray, *, num_waiting: int) -> None:
@@ -195,7 +192,7 @@ class GoodputBudget(Budget):
             course.attempt.clear()
             return "trial" if self._cost.wants_plain(self._rows) else "draft"
         if not course.attempt and self._probe_budget.affords_probe:
-            course.attempt.extend(_ATTEMPT[self._cost.learns])
+            course.attempt.extend(_ATTEMPT if self._cost.learns else _ATTEMPT[:1])
         return course.attempt.pop(0) if course.attempt else "plain"
 
     def _probed(self, requests: Sequence[RolloutRequest]) -> list[int]:
@@ -267,12 +264,8 @@ class GoodputBudget(Budget):
         if nodes:
             self._report.saved.append((outcome.requests, outcome.num_accepted))
             self._learn_acceptance(outcome)
-        seconds = outcome.seconds
-        self._num_plain = 0 if self._asked else self._num_plain + 1
-        if seconds is not None:
-            is_cold = self._is_cold if self._asked else self._num_plain <= _COLD
-            sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
-            seconds = self._cost.observe(rows, nodes, self._asked, seconds, is_cold=is_cold, **sizes)
+        sizes = {"prompt_tokens": prompts, "seen": outcome.num_seen}
+        seconds = self._cost.observe(rows, nodes, self._asked, outcome.seconds, **sizes)
         if self._asked:
             weights = self._weights_of(outcome.requests) if self._kind == "draft" else None
             accepted = outcome.num_accepted if weights is None else weights * outcome.num_accepted
@@ -280,7 +273,7 @@ class GoodputBudget(Budget):
             plain, known = self._seconds(rows, np.array([nodes]), self._asked)
             taken = float(known[0])
             # Where a prompt was computed, too, what was measured cannot be compared with a plain pass.
-            measured = seconds if seconds is not None and outcome.is_decoding else taken
+            measured = seconds if outcome.is_decoding else taken
             self._settle(made, taken / plain, measured / plain)
             self._report.count(rows, made=made, taken=taken / plain)
 

@@ -15,6 +15,7 @@ _BEGIN = 8  # passes before the first solution
 _SOLVE_EVERY = 32  # passes at most; at first whenever there are a quarter more
 _PLAIN_AFTER = 4, 128  # passes with drafts, at first and later: those without them where they pay lose little
 _ENOUGH = 3  # passes of a kind
+NUM_COLD = 2  # passes without drafts right behind drafts that take longer than in a row: the model has left the caches
 _SIZES = 24  # of batches, by the binary digits of their rows
 
 # The curve is straight between these numbers of tokens, and beyond the last.
@@ -57,12 +58,16 @@ class LearnedCost(PassCost):
     summed. The pace is what passes took lately, whichever they were, over what they were expected to take: a machine
     that slows down does so for passes with drafts and without, also for those that it has not had since. Before the
     first pass nodes are held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran,
-    or another program) weighs little, as long as that is rare.
+    or another program) weighs little, as long as that is rare. Passes that find nothing in the caches teach nothing:
+    the first with drafts behind a pause, and the first `NUM_COLD` without drafts behind drafts. Without `asking` the
+    seconds are those of passes but for the drafter, so that asking it costs nothing.
     """
 
-    def __init__(self) -> None:
-        self._weights = _GUESS
-        self._values = _values(_GUESS)  # of the curve, at the knots
+    def __init__(self, *, asking: bool = True) -> None:
+        self._may_cost = np.ones(_NUM_FEATURES, np.bool_)
+        self._may_cost[[_ASKED, _ANY_ASKED]] = asking
+        self._guess = self._may_cost * _GUESS
+        self._take(self._guess)
         self._pace = 1.0
         self._seen_per_token = 0.0  # lately
         self._first: list[tuple[FloatArray, float]] = []  # features and seconds, until there are enough to solve for
@@ -76,6 +81,8 @@ class LearnedCost(PassCost):
         self._num_of_size = np.zeros((2, _SIZES), np.int64)
         self._since_plain = 0
         self._plain_after = _PLAIN_AFTER[0]
+        self._num_plain = 0  # observed passes in a row without drafts
+        self._is_behind_pause = False
 
     def wants_plain(self, rows: int) -> bool:
         """Return whether a pass should go without drafts, as a baseline, which drafts that always pay would lack."""
@@ -115,17 +122,28 @@ class LearnedCost(PassCost):
         rows: int,
         nodes: int,
         asked: int,
-        seconds: float,
+        seconds: float | None,
         *,
         prompt_tokens: int = 0,
         seen: int = 0,
-        is_cold: bool = False,
     ) -> float:
-        if not is_cold:
+        is_warm = self._is_warm(asked > 0)
+        if seconds is None:
+            return super().observe(rows, nodes, asked, seconds)
+        if is_warm:
             self._seen_per_token = seen / max(rows + nodes, 1)
             self._num_of_size[int(asked > 0), _size(rows)] += 1
             self._observe(_features(rows, nodes, asked, prompt_tokens, seen), max(seconds, _LEAST_S))
         return seconds
+
+    def note_pause(self) -> None:
+        self._is_behind_pause = True
+
+    def _is_warm(self, is_asked: bool) -> bool:
+        """Count a pass; return whether it comes behind enough passes of its kind."""
+        is_behind_pause, self._is_behind_pause = self._is_behind_pause, False
+        self._num_plain = 0 if is_asked else self._num_plain + 1
+        return not is_behind_pause if is_asked else self._num_plain > NUM_COLD
 
     def observe_all(
         self,
@@ -137,9 +155,10 @@ class LearnedCost(PassCost):
         prompt_tokens: IndexArray,
         seen: IndexArray,
     ) -> None:
-        """Observe many passes, [P] each, at the price of one or two."""
-        features = _features(rows, nodes, asked, prompt_tokens, seen)
-        seconds = np.maximum(seconds, _LEAST_S)
+        """Observe many passes in their order, [P] each, at the price of one or two."""
+        warm = np.array([self._is_warm(is_asked) for is_asked in (asked > 0).tolist()], np.bool_)
+        features = _features(rows, nodes, asked, prompt_tokens, seen)[warm]
+        seconds = np.maximum(seconds, _LEAST_S)[warm]
         alone = max(_ONE_BY_ONE - self.num_passes, 0)
         for each, taken in zip(features[:alone], seconds[:alone], strict=True):
             self._observe(each, float(taken))
@@ -187,8 +206,8 @@ class LearnedCost(PassCost):
         """The guess in the unit of the first passes; with the last of these, what they say."""
         self._first.append((features, seconds))
         usual = (len(self._first) - 1) // 2
-        unit = sorted(taken / float(each @ _GUESS) for each, taken in self._first)[usual]
-        self._take(unit * _GUESS)
+        unit = sorted(taken / float(each @ self._guess) for each, taken in self._first)[usual]
+        self._take(unit * self._guess)
         if len(self._first) < _BEGIN:
             return
         typical = sorted(taken for _, taken in self._first)[usual]
@@ -211,7 +230,7 @@ class LearnedCost(PassCost):
         products, sums = self._products.sum(0), self._sums.sum(0)
         scale = np.sqrt(np.maximum(np.diag(products), 1e-30))
         products, sums = products / np.outer(scale, scale) + 1e-6 * np.eye(len(sums)), sums / scale
-        used = np.ones(len(sums), np.bool_)
+        used = self._may_cost.copy()
         while True:
             solved = np.linalg.solve(products[np.ix_(used, used)], sums[used])
             if (solved >= 0).all():

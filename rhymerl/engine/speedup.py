@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rhymerl.budgets.learned_cost import LearnedCost
+from rhymerl.budgets.learned_cost import NUM_COLD, LearnedCost
 from rhymerl.budgets.timeline import PlainPasses
 from rhymerl.engine.totals import PassRecord
 from rhymerl.types import BoolArray, Completion, FloatArray, IndexArray, Ratio, RolloutRequest
 
-_PLAIN_EVERY = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
+_PLAIN_IN_A_ROW = NUM_COLD + 3  # passes: the costs are known after three of them that are not cold
+_ONE_PLAIN_OF = 16, 64  # passes, of the first policy versions and later: so few that they cost at most 1 %
 _FIRST_VERSIONS = 8
-_ENOUGH = 3  # passes with drafts, and without
-_LEAST = 8  # of both
 _LEAST_S = 0.5  # of passes that are compared at once, so that it takes less than a thousandth of them
 _FIRST_REPORTS = 8  # are compared one by one: a short run shall have a figure, too
 _MOST_PASSES = 20_000  # wait for passes of the other kind before they are forgotten
@@ -33,12 +32,13 @@ _STRIDE = 17  # passes by which they move from version to version, so that short
 def is_due_plain(policy_version: int, pass_number: int) -> bool:
     """Return whether the pass goes without drafts, for comparison; `pass_number` counts from the rollout's start.
 
-    It depends on nothing else, so a resumed run does it in the same passes.
+    It depends on nothing else, so a resumed run does it in the same passes. They begin with a rollout's first passes,
+    which short rollouts have, too.
     """
     if policy_version == 0:  # perhaps there is no training at all
         return False
-    every = _PLAIN_EVERY[policy_version > _FIRST_VERSIONS]
-    return (pass_number + _STRIDE * policy_version) % every == every // 2
+    every = _PLAIN_IN_A_ROW * _ONE_PLAIN_OF[policy_version > _FIRST_VERSIONS]
+    return (pass_number - 1 + _STRIDE * (policy_version - 1)) % every < _PLAIN_IN_A_ROW
 
 
 @dataclass(slots=True)
@@ -60,8 +60,7 @@ class SpeedupMeter:
     def __init__(self, max_running: int, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._max_running = max_running
         self._now = now
-        self._cost = LearnedCost()  # of a pass but for its drafts
-        self._num_of_kind = np.zeros(2, np.int64)  # passes without and with drafts that it was learned from
+        self._cost = LearnedCost(asking=False)  # of a pass but for its drafts
         self._answers: dict[str, _Answer] = {}  # in the order in which they were submitted
         self._rollouts: list[list[_Answer]] = []  # the answers of earlier reports that are not compared yet
         self._open: dict[str, _Answer] = {}
@@ -135,21 +134,20 @@ class SpeedupMeter:
         columns = map(np.array, zip(*self._passes, strict=True))  # [P] each
         rows, nodes, asked, prompt_tokens, seen, draft_s, taken, *_ = columns
         tokens, seconds, new = rows + nodes, taken - draft_s, slice(self._num_observed, None)
-        was_known = self._is_known
+        was_known = self._cost.is_known
         # An error is that of a forecast, where there could be one.
         forecast = self._seconds(tokens, prompt_tokens, seen)
         self._cost.observe_all(
             tokens[new],
             np.zeros_like(tokens[new]),
-            np.zeros_like(tokens[new]),
+            asked[new],
             seconds[new],
             prompt_tokens=prompt_tokens[new],
             seen=seen[new],
         )
         is_plain = asked == 0
-        self._num_of_kind += [is_plain[new].sum(), (~is_plain[new]).sum()]
         self._num_observed = len(taken)
-        if not self._is_known:
+        if not self._cost.is_known:
             return {}
         expected = self._seconds(tokens, prompt_tokens, seen)
         slots = min(self._max_running, int(rows.max()))  # keys and values of long answers may leave room for fewer
@@ -165,10 +163,6 @@ class SpeedupMeter:
             "rollout/drafted_pass_error": _ratio(seconds, forecast, ~is_plain),
             "rollout/drafted_pass_frac": Ratio(float(taken[~is_plain].sum()), float(taken.sum())),
         }
-
-    @property
-    def _is_known(self) -> bool:
-        return bool(self._num_of_kind.min() >= _ENOUGH and self._num_of_kind.sum() >= _LEAST)
 
     def _seconds(self, tokens: IndexArray, prompt_tokens: IndexArray, seen: IndexArray) -> FloatArray:
         """Return the time of passes through the model."""

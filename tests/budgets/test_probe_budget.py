@@ -88,16 +88,17 @@ def test_paused_passes_are_counted_once_each_and_told_when_requests_enter_or_lea
 
 
 def test_the_first_pass_after_a_pause_teaches_no_cost():
-    cold, never = LearnedCost(), LearnedCost()
+    paused, never = LearnedCost(), LearnedCost()
     for number in range(60):
-        asked = 8 * (number % 3 > 0)
-        for cost in (cold, never):
+        asked = 8 * (number % 6 > 2)
+        if number % 6 == 3:
+            paused.note_pause()
+            assert paused.observe(8, 8, 8, 9.0) == 9.0
+        for cost in (paused, never):
             cost.observe(8, asked, asked, 1.0 + 0.5 * (asked > 0))
-        if asked:
-            assert cold.observe(8, 8, 8, 9.0, is_cold=True) == 9.0
     nodes = np.array([0, 8])
-    assert cold.seconds(8, nodes, 8).tolist() == never.seconds(8, nodes, 8).tolist()
-    assert cold.seconds(8, nodes, 8)[1] == pytest.approx(1.5, rel=0.1)
+    assert paused.seconds(8, nodes, 8).tolist() == never.seconds(8, nodes, 8).tolist()
+    assert paused.seconds(8, nodes, 8)[1] == pytest.approx(1.5, rel=0.1)
 
 
 def leaves(state: object) -> list[object]:

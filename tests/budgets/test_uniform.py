@@ -95,7 +95,7 @@ def test_padding_is_paid_for():
     outcome = outcome_of(drafts, requests=requests)
     budget.trim(requests, drafts)
     budget.learn(type(outcome)(**{**vars_of(outcome), "num_padding": 5, "num_tokens": 10}))
-    assert seen == [(2, 8, {"is_cold": False, "prompt_tokens": 0, "seen": 0})]
+    assert seen == [(2, 8, {"prompt_tokens": 0, "seen": 0})]
 
 
 def test_a_pass_whose_time_is_not_known_teaches_acceptance_alone():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,8 +72,19 @@ def test_the_turns_of_an_episode_come_one_behind_the_other_without_drafts_too() 
     assert len(plain.rows) == 12
 
 
-def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator, *, factor: float = 1.0) -> float:
-    """Answer requests on a machine of known costs; returns what is said, and compares it with what is true."""
+def feed(
+    meter: SpeedupMeter,
+    engine: Engine,
+    requests,
+    rng: np.random.Generator,
+    *,
+    factor: float = 1.0,
+    cold: tuple[float, ...] = (),
+) -> float:
+    """Answer requests on a machine of known costs; returns what is said, and compares it with what is true.
+
+    The first passes without drafts behind those with drafts take `cold` times as long as in a row.
+    """
 
     def seconds(rows: int, nodes: int, asked: int, prompts: int) -> float:
         return factor * (3e-3 + 8e-5 * (rows + nodes) + of_prompts(prompts)) + draft_seconds(asked)
@@ -84,10 +97,14 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
 
     meter.submit(requests)
     engine.submit(requests)
-    taken, done = [], {}
+    taken, done, still_cold = [], {}, list(cold)
 
     def note(record: PassRecord) -> None:
         taken.append(seconds(record.rows, record.nodes, record.asked, record.prompt_tokens))
+        if record.asked:
+            still_cold[:] = cold
+        elif still_cold:
+            taken[-1] *= still_cold.pop(0)
         noisy = taken[-1] * (1 + 0.05 * rng.standard_normal())
         meter.note(record._replace(draft_s=draft_seconds(record.asked), seconds=noisy))
 
@@ -108,7 +125,7 @@ def feed(meter: SpeedupMeter, engine: Engine, requests, rng: np.random.Generator
     return said / (plain / sum(taken))
 
 
-def errors_of(accepted: float, factors: list[float]) -> list[float]:
+def errors_of(accepted: float, factors: list[float], **machine: Any) -> list[float]:
     """Return reported over true speed-up by policy version, at a share of right tokens; `factors` slow the machine."""
     model, rng = tiny_policy().model, np.random.default_rng(0)
     plain = Engine(model, drafter=NoDrafter())
@@ -119,7 +136,7 @@ def errors_of(accepted: float, factors: list[float]) -> list[float]:
     meter, errors = SpeedupMeter(8), []
     for version, factor in enumerate(factors):
         engine.new_weights(version)
-        errors.append(feed(meter, engine, requests, rng, factor=factor))
+        errors.append(feed(meter, engine, requests, rng, factor=factor, **machine))
     return errors
 
 
@@ -129,6 +146,15 @@ def test_what_is_said_is_what_is_true(accepted: float, monkeypatch: pytest.Monke
     monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
     errors = errors_of(accepted, [10.0 if version in (3, 7, 15) else 1.0 for version in range(24)])
     assert np.nanmedian(errors) == pytest.approx(1, abs=0.05)
+    assert np.nanmax(np.abs(np.log(errors[8:]))) < 0.1
+
+
+@pytest.mark.parametrize("accepted", [0.0, 1.0])
+def test_a_pass_right_behind_drafts_is_no_baseline(accepted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has left the caches: passes without drafts in a row, which a run without drafts has, take less."""
+    monkeypatch.setattr("rhymerl.engine.speedup._LEAST_S", 0.0)
+    errors = errors_of(accepted, [1.0] * 24, cold=(1.6, 1.2))
+    assert np.nanmedian(errors) == pytest.approx(1, abs=0.04)
     assert np.nanmax(np.abs(np.log(errors[8:]))) < 0.1
 
 
@@ -226,9 +252,28 @@ def test_slots_that_had_no_room_for_keys_are_not_filled_without_drafts() -> None
 
 def test_few_passes_go_without_drafts_and_each_place_of_a_rollout_has_some() -> None:
     assert not any(is_due_plain(0, number) for number in range(100))  # perhaps there is no training
-    later = [[is_due_plain(version, number) for number in range(8)] for version in range(9, 73)]
-    assert np.sum(later, axis=0).tolist() == [1] * 8  # 1 of 64
-    assert 0 < np.mean([is_due_plain(version, number) for version in range(1, 9) for number in range(64)]) <= 1 / 16
+    later = [[is_due_plain(version, number) for number in range(1, 9)] for version in range(9, 329)]
+    assert np.sum(later, axis=0).tolist() == [5] * 8  # 1 of 64
+    for version in range(1, 9):
+        due = [is_due_plain(version, number) for number in range(1, 161)]
+        assert due[:80] == due[80:]  # 1 of 16
+        assert sum(due[:80]) == 5
+        assert sum(one and two for one, two in pairwise(due + due[:1])) == 8, "five in a row, twice"
+
+
+def test_rollouts_of_a_few_passes_have_a_figure_from_the_second_on() -> None:
+    meter, requests = SpeedupMeter(8), make_requests(1, group_size=8, max_tokens=30)
+    output, said = Output.of(range(20)), []
+    for version in range(8):
+        meter.submit(requests)
+        for number in range(1, 9):
+            asked = 0 if is_due_plain(version, number) else 8
+            meter.note(a_pass(rows=8, asked=asked, seen=160, seconds=5e-3))
+        meter._began_at, meter._ended_at = 0.0, 40e-3
+        meter.leave([Completion(request=request, output=output) for request in requests])
+        said.append(meter.report({}).get("rollout/speedup"))
+    assert said[0] is None
+    assert said[1:] == pytest.approx([20 / 8] * 7, rel=0.1)
 
 
 class Guess(Drafter):
