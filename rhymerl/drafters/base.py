@@ -34,7 +34,7 @@ class Drafter(ABC):
     def catch_up(self) -> None:
         """Called once the pass is launched for which drafts were proposed: do here what no draft waits for.
 
-        An engine calls it after each pass that does not run where the drafter does, as SGLang's on a GPU. From others
+        An engine calls it after each pass that does not run where the drafter does, as on a GPU. From others
         it never comes, so what is left undone has to be done before the next drafts.
         """
 

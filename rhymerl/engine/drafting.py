@@ -97,6 +97,11 @@ class Drafting:
         totals.asks, totals.hits, totals.bad_drafts = protocol.num_asked, protocol.num_hits, protocol.num_malformed
         return drafts
 
+    def catch_up(self) -> None:
+        """The pass is launched; what the drafter does until it is over takes no time of it."""
+        if not self._is_skipped:
+            self.protocol.catch_up()
+
     def _no_drafts(self, num_rows: int) -> DraftBatch:
         if len(self._nothing) != num_rows:
             self._nothing = no_drafts(num_rows)

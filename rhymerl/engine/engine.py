@@ -161,6 +161,8 @@ class Engine:
         started = self.now()
         layout = self._schedule()
         sampler = self._run_pass(layout)
+        if not self.forward.is_on_host:
+            self.drafting.catch_up()
         verified = self._commit(layout, sampler)
         self.drafting.tell(layout, verified, seconds=self.now() - started)
         finished = self._finish(layout, verified)

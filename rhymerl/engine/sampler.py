@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from rhymerl.engine.layout import PassLayout
 from rhymerl.engine.noise import keys_at
 from rhymerl.engine.rows import Rows
 from rhymerl.engine.truncation import Truncation
-from rhymerl.types import IndexArray, IntArray
+from rhymerl.types import FloatArray, IndexArray, IntArray
 
 _FEW = 2**17  # logits: sampling from them all costs less than going back and forth between sampling and walking
 
@@ -90,7 +91,7 @@ class HostSampler:
 
 
 class DeviceSampler:
-    """Draws at every root and node of a pass in one call where the logits are, and waits for the device once.
+    """Draws at every root and node of a pass in one call where the logits are; who first asks for a token waits, once.
 
     `draws` is what `draws_of` says of the pass, on that device.
     """
@@ -104,22 +105,24 @@ class DeviceSampler:
             whole, (logits, truncation) = logits, truncation.ahead(logits, rules[4])
             self._left, masses = logits, [log_masses(logits, whole, logprob_scales)]
         found = draw_with_logprobs(logits, counters, scales, logprob_scales, truncation)
-        tokens, logprobs, *rest = torch.stack([each.double() for each in (*found, *masses)]).cpu().numpy()
-        self._tokens: npt.NDArray[np.int32] = tokens.astype(np.int32)
-        self._logprobs: npt.NDArray[np.float64] = logprobs
-        self._log_masses: list[npt.NDArray[np.float64]] = rest
+        self._on_device = torch.stack([each.double() for each in (*found, *masses)])
+
+    @functools.cached_property
+    def _drawn(self) -> list[FloatArray]:
+        """Wait for tokens, log-probs and, if any row replays, the log of what truncation left; [M] each."""
+        return [*self._on_device.cpu().numpy()]
 
     def draw(self, indices: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
-        return self._tokens[indices]
+        return self._drawn[0][indices].astype(np.int32)
 
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        return self._logprobs[indices]
+        return self._drawn[1][indices]
 
     def kept(self, indices: IndexArray) -> list[IntArray]:
         return [_ids_left(each) for each in self._left[torch.from_numpy(indices).to(self._left.device)].cpu()]
 
     def log_masses(self, indices: IndexArray) -> npt.NDArray[np.float64]:
-        return self._log_masses[0][indices]
+        return self._drawn[2][indices]
 
 
 def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rhymerl.bench.costs import PathDrafter
 from rhymerl.budgets import FixedBudget
+from rhymerl.drafters import HistoryTreeDrafter
+from rhymerl.drafts import DraftBatch
 from rhymerl.engine import inputs
 from rhymerl.engine.engine import Engine
 from rhymerl.engine.layer_steps import TorchSteps
@@ -118,6 +120,60 @@ def test_nothing_waits_inside_a_pass_and_all_arrives_in_one_copy(device, nodes, 
         assert not seen.waits, f"pass {number}"
         assert (seen.copies_in, seen.copies_back) == (1, 1), f"pass {number}: {seen.operations}"
         assert seen.launches <= 24 * (54 if number else 80) + 90, f"pass {number}: {seen.launches}, {seen.operations}"
+
+
+class Watched(HistoryTreeDrafter):
+    """Notes what happens in a pass, in its order."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(deterministic=True)
+        self.events = events
+
+    def propose_batch(self, *args: Any) -> DraftBatch:
+        self.events.append("asked")
+        return super().propose_batch(*args)
+
+    def catch_up(self) -> None:
+        self.events.append("caught up")
+        super().catch_up()
+
+
+class Reads(TorchFunctionMode):
+    """Notes when the host waits for a device."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "cpu":
+            self.events.append("waited")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_drafter_catches_up_while_the_device_computes(monkeypatch):
+    policy, requests, events = tiny_policy(), make_requests(4, group_size=2, max_tokens=40), []
+    here = answers(policy, requests, drafter=Watched(events))
+    assert "caught up" not in events
+    assert "asked" in events
+    monkeypatch.setattr(inputs, "on_host", lambda device: False)
+    events.clear()
+    with Reads(events):
+        there = answers(policy, requests, drafter=Watched(events))
+    assert {name: each.token_ids.tolist() for name, each in there.items()} == {
+        name: each.token_ids.tolist() for name, each in here.items()
+    }
+    passes = "; ".join(events).split("waited")
+    assert len(passes) > 4
+    assert all(each.strip("; ") in ("asked; caught up", "caught up", "") for each in passes), passes
+    assert any(each.strip("; ") == "asked; caught up" for each in passes)
+
+
+def test_a_drafter_that_is_left_alone_is_not_told_to_catch_up(monkeypatch):
+    monkeypatch.setattr(inputs, "on_host", lambda device: False)
+    events: list[str] = []
+    answers(tiny_policy(), make_requests(4, max_tokens=10), drafter=Watched(events), budget=FixedBudget(0))
+    assert events == []
 
 
 def test_what_waits_is_counted():
