@@ -126,11 +126,13 @@ class Forward:
     def _look_where_weights_are(self) -> None:
         """Drop the graphs where what they read is elsewhere."""
         assert self._direct is not None
-        tensors = [*self.model.parameters(), *self.model.buffers(), *self._direct.casts()]
-        addresses = [each.data_ptr() for each in tensors]
+        addresses = [*self._addresses_of_weights(), *(each.data_ptr() for each in self._direct.casts())]
         if addresses != self._addresses:
             self._graphs.forget()
             self._addresses = addresses
+
+    def _addresses_of_weights(self) -> list[int]:
+        return [each.data_ptr() for each in (*self.model.parameters(), *self.model.buffers())]
 
     def forget(self) -> None:
         """Drop autocast's copies of weights; called before weights change, and when no more work is left.
@@ -231,13 +233,20 @@ class Forward:
             self._proved = proved
         if self._steps is None:
             return None
-        if self._direct is None or (self._is_stale and not self._is_cast()):
+        if self._is_stale and not self._can_refresh():
+            self._direct = None
+        if self._direct is None:
             self._is_stale = False
             return DirectForward(self.model, self.store, self._steps())
         if self._is_stale:
             self._direct.refresh()
             self._is_stale = False
         return self._direct
+
+    def _can_refresh(self) -> bool:
+        """Return whether weights are cast, and those that are not, of norms, are where they were."""
+        own = self._addresses_of_weights()
+        return self._is_cast() and own == self._addresses[: len(own)]
 
     def _is_cast(self) -> bool:
         return torch.is_autocast_enabled(self._inputs.device.type)

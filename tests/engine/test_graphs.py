@@ -242,15 +242,20 @@ def test_graphs_stay_when_weights_change_in_place(device, cast):
     assert_same(found, run(Engine(policy.model, max_running=5, **how)), atol=1e-5)
 
 
-def test_graphs_go_when_weights_are_elsewhere(device):
+@pytest.mark.parametrize("cast", [False, True])
+def test_graphs_go_when_weights_are_elsewhere(device, cast):
+    """Casts alone do not follow them: weights of norms are read where they are."""
+    how = {"autocast": partial(torch.autocast, "cpu", torch.float16)} if cast else {}
     policy = tiny_policy(dtype="float32")
-    engine = Engine(policy.model, max_running=5)
+    engine = Engine(policy.model, max_running=5, **how)
     run(engine)
     graphs = set(engine.forward._graphs._graphs.values())
     for parameter in policy.model.parameters():
-        parameter.data = parameter.data.clone()
-    run(engine)
+        parameter.data = 1.5 * parameter.data + 0.01
+    engine.new_weights(1)
+    found = run(engine)
     assert not graphs & set(engine.forward._graphs._graphs.values())
+    assert_same(found, run(Engine(policy.model, max_running=5, **how)), atol=1e-5)
 
 
 def test_answers_that_grow_need_a_larger_buffer(device, monkeypatch):
