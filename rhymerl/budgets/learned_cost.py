@@ -16,6 +16,7 @@ _SOLVE_EVERY = 32  # passes at most; at first whenever there are a quarter more
 _PLAIN_AFTER = 4, 128  # passes with drafts, at first and later: those without them where they pay lose little
 _ENOUGH = 3  # passes of a kind
 NUM_COLD = 2  # passes without drafts right behind drafts that take longer than in a row: the model has left the caches
+_MOST_COLD = 9  # passes without drafts of a size: where they never come in a row, more of them teach nothing either
 _SIZES = 24  # of batches, by the binary digits of their rows
 
 # The curve is straight between these numbers of tokens, and beyond the last.
@@ -79,6 +80,7 @@ class LearnedCost(PassCost):
         self._solve_at = 0  # passes
         self._num_of_kind = [0, 0]  # passes without and with asking
         self._num_of_size = np.zeros((2, _SIZES), np.int64)
+        self._num_cold_of_size = np.zeros(_SIZES, np.int64)  # passes without drafts that taught nothing
         self._since_plain = 0
         self._plain_after = _PLAIN_AFTER[0]
         self._num_plain = 0  # observed passes in a row without drafts
@@ -86,8 +88,10 @@ class LearnedCost(PassCost):
 
     def wants_plain(self, rows: int) -> bool:
         """Return whether a pass should go without drafts, as a baseline, which drafts that always pay would lack."""
-        plain, asked = self._num_of_size[:, _size(rows)]
-        return self._since_plain >= self._plain_after or bool(plain < min(asked, _ENOUGH))
+        size = _size(rows)
+        plain, asked = self._num_of_size[:, size]
+        is_new = plain < min(asked, _ENOUGH) and self._num_cold_of_size[size] < _MOST_COLD
+        return self._since_plain >= self._plain_after or bool(is_new)
 
     @property
     def is_known(self) -> bool:
@@ -134,6 +138,8 @@ class LearnedCost(PassCost):
             self._seen_per_token = seen / max(rows + nodes, 1)
             self._num_of_size[int(asked > 0), _size(rows)] += 1
             self._observe(_features(rows, nodes, asked, prompt_tokens, seen), max(seconds, _LEAST_S))
+        elif not asked:
+            self._num_cold_of_size[_size(rows)] += 1
         return seconds
 
     def note_pause(self) -> None:

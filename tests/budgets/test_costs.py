@@ -207,6 +207,19 @@ def test_passes_whose_time_is_not_known_are_in_a_row_with_others():
     assert cost.num_passes == 2
 
 
+def test_a_size_that_never_comes_twice_in_a_row_does_not_go_without_drafts_forever():
+    cost, plain = LearnedCost(), []
+    for number in range(3000):
+        rows = 63 if number % 20 == 19 else 64
+        is_plain = cost.wants_plain(rows)
+        if rows == 63:
+            plain.append(is_plain)
+        asked = 0 if is_plain else rows
+        cost.observe(rows, 4 * asked, asked, 1.0 + 0.2 * (asked > 0))
+    assert any(plain[:10])
+    assert sum(plain[50:]) < 10
+
+
 def test_where_seconds_are_without_the_drafters_asking_costs_nothing():
     cost = LearnedCost(asking=False)
     for number in range(200):
