@@ -104,7 +104,26 @@ def absent(*given, **settings):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
-@pytest.mark.parametrize(("wrong", "reason"), [(UPPER_LEFT, "sees other keys"), (absent, "only supports Ampere")])
+def forward_only(*given, **settings):
+    attended = lower_right(*given, **settings)
+    if attended.requires_grad:
+        attended.register_hook(lambda gradient: absent())
+    return attended
+
+
+def wrong_gradient(query, keys, *given, **settings):
+    return lower_right(query, keys.detach() + 0.9 * (keys - keys.detach()), *given, **settings)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (UPPER_LEFT, "computes something else"),
+        (absent, "only supports Ampere"),
+        (forward_only, "only supports Ampere"),
+        (wrong_gradient, "computes something else"),
+    ],
+)
 def test_a_kernel_that_is_not_what_we_take_it_for_is_left_alone(wrong, reason, kernel, monkeypatch, caplog):
     monkeypatch.setattr(flash, "_kernel", lambda: wrong)
     assert_equal(*both(policy_of(), 20))
@@ -124,6 +143,14 @@ def test_half_precision_of_autocast_is_what_it_computes_in(kernel, monkeypatch):
     assert not flash.can_attend(values, values, values, flash.LayerAttention())
     with torch.autocast("cpu", torch.bfloat16):
         assert flash.can_attend(values, values, values, flash.LayerAttention())
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_it_is_proved_where_a_pass_has_no_gradients(around, kernel):
+    values = torch.zeros(3, 2, 8, dtype=torch.float64)
+    with around():
+        assert flash.can_attend(values, values, values, flash.LayerAttention())
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_nothing_of_it_on_a_cpu():
