@@ -216,7 +216,7 @@ class PolicyGradient(Algorithm):
         )
 
     def _shares(self, batch: Batch, totals: Totals) -> Tensor | float:
-        """Return the share of each token in the mean, [B, 1] or one number.
+        """Return the share of each token in the mean, 1 over its denominator, [B, 1] or one number.
 
         The mean is over all tokens as in DAPO, arXiv 2503.14476, equation 8. In GRPO, arXiv 2402.03300, equation 3, it
         is over each answer's tokens and then over answers. In Dr.GRPO, arXiv 2503.20783, it is over the tokens that

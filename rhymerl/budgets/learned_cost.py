@@ -54,14 +54,14 @@ class LearnedCost(PassCost):
     """Learns seconds / pace = curve(rows + nodes) + a rows + b nodes + c asked + d seen + e prompt tokens.
 
     For asking at all, and for prompts at all, there is a term each. It does so by least squares of relative errors,
-    with forgetting. The curve is straight between powers of two and never falls. Prompts are not on it: they come with
-    requests that enter, and would make as many nodes seem as dear. `seen` are the keys that rows and nodes attend to,
-    summed. The pace is what passes took lately, whichever they were, over what they were expected to take: a machine
-    that slows down does so for passes with drafts and without, also for those that it has not had since. Before the
-    first pass nodes are held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran,
-    or another program) weighs little, as long as that is rare. Passes that find nothing in the caches teach nothing:
-    the first with drafts behind a pause, and the first `NUM_COLD` without drafts behind drafts. Without `asking` the
-    seconds are those of passes but for the drafter, so that asking it costs nothing.
+    with forgetting. The curve is straight between powers of two and never falls. Tokens of prompts are not on it: to
+    admit a request has a cost of its own, for which the curve would charge nodes. `seen` are the keys that rows and
+    nodes attend to, summed. The pace is the measured over the expected time of recent passes of both kinds: where a
+    machine slows down, a kind of passes that it has not had since is expected to take longer, too. Before the first
+    pass nodes are held to be cheap, so that they are tried. What takes far longer than expected (a compiler ran, or
+    another program) weighs little, as long as that is rare. Passes with cold processor caches teach nothing: the first
+    with drafts after a pause of the drafter, and the first `NUM_COLD` without drafts after drafts. With asking=False
+    the seconds leave out the drafter's, and to ask it costs nothing.
     """
 
     def __init__(self, *, asking: bool = True) -> None:
@@ -87,7 +87,7 @@ class LearnedCost(PassCost):
         self._is_behind_pause = False
 
     def wants_plain(self, rows: int) -> bool:
-        """Return whether a pass should go without drafts, as a baseline, which drafts that always pay would lack."""
+        """Return whether a pass should go without drafts: where they always pay, there would be no baseline."""
         size = _size(rows)
         plain, asked = self._num_of_size[:, size]
         is_new = plain < min(asked, _ENOUGH) and self._num_cold_of_size[size] < _MOST_COLD
@@ -209,7 +209,7 @@ class LearnedCost(PassCost):
             self._solve()
 
     def _begin(self, features: FloatArray, seconds: float) -> None:
-        """The guess in the unit of the first passes; with the last of these, what they say."""
+        """Scale the guess by the median of the first passes; once there are enough, fit the weights to them."""
         self._first.append((features, seconds))
         usual = (len(self._first) - 1) // 2
         unit = sorted(taken / float(each @ self._guess) for each, taken in self._first)[usual]

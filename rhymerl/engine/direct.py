@@ -78,14 +78,14 @@ class _Projection:
 
 
 def _autocast(weight: Tensor) -> Tensor:
-    """Return what autocast would make of it in every pass, where that is on."""
+    """Return the weight in autocast's type of number, a copy; without autocast the weight itself."""
     kind = weight.device.type
     return weight.detach().to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
 
 
 @dataclass(frozen=True, slots=True)
 class _Projections:
-    """Linear layers that take the same input; one product, where autocast makes copies of their weights anyway."""
+    """Linear layers with the same input: one matrix product, where autocast copies their weights anyway."""
 
     parts: Sequence[_Projection]
     weight: Tensor | None  # of all parts, whose own are its rows

@@ -158,7 +158,7 @@ def _with_gradients(attended: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_mask(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """[Q, heads, dim], [S, kv_heads, dim] -> [Q, heads, dim], in float32."""
+    """[Q, heads, dim], [S, kv_heads, dim] -> [Q, heads, dim] float32."""
     group, ahead = query.shape[1] // keys.shape[1], len(keys) - len(query)
     visible = torch.ones(len(query), len(keys), dtype=torch.bool, device=query.device).tril(ahead)
     if window is not None:
