@@ -100,7 +100,10 @@ def _accept(
     ends: _Ends,
     walk: _Walk,
 ) -> None:
-    """Accept each node whose token was sampled at its parent, up to where nothing is sampled yet (sampled[M] < 0)."""
+    """Accept each node whose token was sampled at its parent, up to where nothing is sampled yet (sampled[M] < 0).
+
+    `walk.py` has the rule for tokens that are all known.
+    """
     # A node has three indices. `here` and the values of `parents` count a row's own nodes from 0; its root is -1.
     # Logits [M] are those of each row's root and then of its nodes, row by row: in front of those of node `here` of
     # row e stand the `first` nodes of earlier rows, e + 1 roots, and `here` nodes of its own. The third index, in the

@@ -43,6 +43,7 @@ def _walk(
     token_starts: IndexArray,
     found: TreeWalk,
 ) -> None:
+    """Accept by the rule of `_accept` in verify.py, where all tokens are known."""
     for r in range(len(found.num_accepted)):
         first, at = starts[r], -1
         for k in range(token_starts[r], token_starts[r + 1]):
