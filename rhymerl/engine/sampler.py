@@ -108,21 +108,21 @@ class DeviceSampler:
         self._on_device = torch.stack([each.double() for each in (*found, *masses)])
 
     @functools.cached_property
-    def _drawn(self) -> list[FloatArray]:
+    def _on_host(self) -> list[FloatArray]:
         """Wait for tokens, log-probs and, if any row replays, the log of what truncation left; [M] each."""
         return [*self._on_device.cpu().numpy()]
 
     def draw(self, indices: IndexArray, row: IndexArray, positions: IndexArray) -> npt.NDArray[np.int32]:
-        return self._drawn[0][indices].astype(np.int32)
+        return self._on_host[0][indices].astype(np.int32)
 
     def logprobs(self, indices: IndexArray, row: IndexArray, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        return self._drawn[1][indices]
+        return self._on_host[1][indices]
 
     def kept(self, indices: IndexArray) -> list[IntArray]:
         return [_ids_left(each) for each in self._left[torch.from_numpy(indices).to(self._left.device)].cpu()]
 
     def log_masses(self, indices: IndexArray) -> npt.NDArray[np.float64]:
-        return self._drawn[2][indices]
+        return self._on_host[2][indices]
 
 
 def draws_of(layout: PassLayout, rows: Rows) -> list[npt.NDArray[Any]]:
