@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rhymerl.backends.spans import WorkerSpan
 from rhymerl.types import BoolArray, FloatArray, IndexArray
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A metric by step."""
-
-    steps: Sequence[int]
-    values: Sequence[float]
+Curve: TypeAlias = Mapping[int, float]  # a metric by step, or another figure by what it is counted by; ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +83,7 @@ class Run:
     step_name: str = "step"  # what the x of curves counts
     steps: Sequence[StepTimes] = ()  # the last ones
     answers: Answers | None = None
-    similarity: Mapping[int, float] = field(default_factory=dict)  # by epoch, to the one before
+    similarity: Curve = field(default_factory=dict)  # by epoch, to the one before
     warnings: Sequence[tuple[int, str]] = ()  # of the run, by step
     holding: Sequence[str] = ()  # of these: which hold in the latest step
     facts: Mapping[str, str] = field(default_factory=dict)  # model, data, device, ..., of the latest start
@@ -102,7 +96,7 @@ class Run:
 
     def has(self, name: str) -> bool:
         """Return whether a metric was logged and ever other than 0."""
-        return name in self.curves and any(self.curves[name].values)
+        return name in self.curves and any(self.curves[name].values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,8 +58,4 @@ def _take(event: Any, points: Points) -> None:
 
 
 def _curves(points: Points) -> dict[str, Curve]:
-    return {
-        name: Curve(steps=sorted(curve), values=[curve[step] for step in sorted(curve)])
-        for name, curve in points.items()
-        if curve
-    }
+    return {name: dict(sorted(curve.items())) for name, curve in points.items() if curve}

@@ -118,5 +118,5 @@ def _failures(summary: Mapping[str, Any]) -> str | None:
 def _first_and_last(curve: Curve | None) -> str:
     if curve is None:
         return ""
-    first, last = readable(curve.values[0]), readable(curve.values[-1])
-    return first if len(curve.values) == 1 else f"{first} → {last}"
+    first, last = (readable(curve[step]) for step in (min(curve), max(curve)))
+    return first if len(curve) == 1 else f"{first} → {last}"

@@ -131,5 +131,5 @@ def _asset(name: str) -> str:
 
 
 def _all_curves(run: Run) -> dict[str, Any]:
-    curves = {**run.curves, **run.evaluations}
-    return {name: [*map(list, (thinned(curves[name]).steps, thinned(curves[name]).values))] for name in sorted(curves)}
+    curves = {name: thinned(curve) for name, curve in sorted({**run.curves, **run.evaluations}.items())}
+    return {name: [list(curve), list(curve.values())] for name, curve in curves.items()}

@@ -89,7 +89,7 @@ def _read_or_say(path: Path) -> Run:
 
 
 def _sentence(run: Run, is_going_on: bool) -> str:
-    done = max((curve.steps[-1] for curve in run.curves.values()), default=0)
+    done = max(map(max, run.curves.values()), default=0)
     steps = counted(done, run.step_name)
     if not is_going_on:
         return f"{run.name} has ended, after {steps}."

@@ -91,15 +91,14 @@ def _results(run: Run, step: int) -> str:
 def _table(curves: Mapping[str, Curve], step: int) -> list[str]:
     """Return a table of some steps up to the exported one, the first and the last among them."""
     first = next(iter(curves.values()))
-    steps = [each for each in first.steps if each <= step]
+    steps = [each for each in first if each <= step]
     chosen = (
         sorted({steps[round(index * (len(steps) - 1) / _MOST_ROWS)] for index in range(_MOST_ROWS + 1)})
         if steps
         else []
     )
-    by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
     rows = [
-        [str(each), *(readable(found[each]) if each in found else "" for found in by_step.values())] for each in chosen
+        [str(each), *(readable(found[each]) if each in found else "" for found in curves.values())] for each in chosen
     ]
     head = ["step", *curves]
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
@@ -114,9 +113,10 @@ def _draw(run: Run, folder: Path) -> str | None:
         return None
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axis = figure.subplots()
-    axis.plot(run.curves["reward"].steps, run.curves["reward"].values, label="training")
-    if "eval/reward" in run.evaluations:
-        axis.plot(run.evaluations["eval/reward"].steps, run.evaluations["eval/reward"].values, "D", label="held out")
+    training, held_out = run.curves["reward"], run.evaluations.get("eval/reward")
+    axis.plot(list(training), list(training.values()), label="training")
+    if held_out is not None:
+        axis.plot(list(held_out), list(held_out.values()), "D", label="held out")
     axis.set_xlabel("step")
     axis.set_ylabel("reward")
     axis.legend(frameon=False)

@@ -89,7 +89,7 @@ def test_episodes_show_in_trace_timeline_and_samples(settings: list[str], rhymer
     timeline = timeline_of(run)
     assert timeline is not None
     assert "environment" in timeline.kinds
-    assert any(run.curves["environment/idle_frac"].values)
+    assert any(run.curves["environment/idle_frac"].values())
     assert run.answers is not None
     episodes = [each for each in run.answers.texts.values() if each.turns]
     assert {each.finish_reason for each in episodes} <= {"stop", "max_turns", "length"}

@@ -99,9 +99,9 @@ def test_the_record_and_tensorboard_agree(whole: Path, tmp_path: Path) -> None:
         (tmp_path / "run" / name).symlink_to(whole / name)
     own, other = read_run(whole), read_run(tmp_path / "run")
     for name, curve in own.curves.items():
-        assert list(other.curves[name].values) == pytest.approx(list(curve.values), rel=1e-6, nan_ok=True), name
+        assert list(other.curves[name].values()) == pytest.approx(list(curve.values()), rel=1e-6, nan_ok=True), name
     assert other.evaluations.keys() == own.evaluations.keys()
-    assert list(other.evaluations["eval/reward"].values) == pytest.approx(list(own.evaluations["eval/reward"].values))
+    assert other.evaluations["eval/reward"] == pytest.approx(own.evaluations["eval/reward"])
 
 
 def test_killed_and_resumed(whole: Path, settings: list[str], tmp_path: Path, rhymerl: Run) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rhymerl.report import read_run
-from rhymerl.report.base import Curve, Run
+from rhymerl.report.base import Run
 from rhymerl.report.charts.history import history_charts
 from rhymerl.report.charts.learning import learning_charts
 from tests.report.directories import data_of, make_run, metrics, page_of
@@ -40,7 +40,7 @@ def test_the_difference_of_sampling_and_training_is_stacked_by_source(run: Path,
 
 def test_a_source_that_some_steps_lack_is_0_there():
     curves = {
-        f"sampling/sampling_logp_difference/{name}": Curve(steps=steps, values=[0.5] * len(steps))
+        f"sampling/sampling_logp_difference/{name}": dict.fromkeys(steps, 0.5)
         for name, steps in {"mean": [1, 2, 3], "age": [1, 2, 3], "truncation": [2, 3]}.items()
     }
     run = Run(path=Path("a"), name="a", settings={}, summary={}, curves=curves, evaluations={})
@@ -54,7 +54,7 @@ def test_a_source_that_some_steps_lack_is_0_there():
 def test_steps_in_which_nothing_came_from_the_history_have_no_age():
     age, share = ((0.0, 0.0, 0.5), (0.0, 0.25, 0.5))
     curves = {
-        name: Curve(steps=[1, 2, 3], values=values)
+        name: dict(zip([1, 2, 3], values, strict=True))
         for name, values in {"history/hit_epoch_age": age, "spec/accepted_history_frac": share}.items()
     }
     run = Run(path=Path("a"), name="a", settings={}, summary={}, curves=curves, evaluations={})

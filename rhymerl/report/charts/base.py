@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,16 +56,16 @@ def run_colour(index: int) -> str:
 
 def thinned(curve: Curve) -> Curve:
     """Return at most some thousand points of a curve, evenly spaced, with the last one."""
-    stride = -(-len(curve.steps) // _MOST_POINTS)
-    first = (len(curve.steps) - 1) % stride if curve.steps else 0
-    return Curve(steps=curve.steps[first::stride], values=curve.values[first::stride])
+    points = list(curve.items())
+    stride = max(-(-len(points) // _MOST_POINTS), 1)
+    return dict(points[(len(points) - 1) % stride :: stride])
 
 
 def smoothed(curve: Curve) -> Curve:
     """Return the means over five steps: each with the two before and the two behind it, as far as they are there."""
-    values, half = curve.values, _WINDOW // 2
+    values, half = list(curve.values()), _WINDOW // 2
     windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
-    return Curve(steps=curve.steps, values=[sum(window) / len(window) for window in windows])
+    return {step: sum(window) / len(window) for step, window in zip(curve, windows, strict=True)}
 
 
 def line_charts(
@@ -87,7 +87,7 @@ def line_charts(
         series: list[Series] = []
         for run in chosen:
             colour, curve = run_colour(runs.index(run)), run.curves[metric]
-            if is_smoothed and len(curve.steps) > _WINDOW:
+            if is_smoothed and len(curve) > _WINDOW:
                 series += step_series(run, runs, curve, colour)
             else:
                 series.append(series_of(run.name, curve, colour))
@@ -116,13 +116,12 @@ def step_series(run: Run, runs: Sequence[Run], curve: Curve, colour: str) -> lis
 def series_of(name: str, curve: Curve, colour: str, kind: Kind = "line") -> Series:
     """Return a curve as a series, of as many points as a page shows."""
     curve = thinned(curve)
-    return Series(name=name, x=curve.steps, y=curve.values, colour=colour, kind=kind)
+    return Series(name=name, x=list(curve), y=list(curve.values()), colour=colour, kind=kind)
 
 
-def area_of(name: str, curve: Curve, steps: Sequence[int], colour: str) -> Series:
+def area_of(name: str, curve: Curve, steps: Iterable[int], colour: str) -> Series:
     """Return a curve as an area over these steps, 0 where it has no value."""
-    values = dict(zip(curve.steps, curve.values, strict=True))
-    return series_of(name, Curve(steps=steps, values=[values.get(step, 0.0) for step in steps]), colour, "area")
+    return series_of(name, {step: curve.get(step, 0.0) for step in steps}, colour, "area")
 
 
 def of_run(title: str, run: Run, runs: Sequence[Run]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rhymerl.report.answers import ratios
 from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, Series, line_charts, of_run, run_colour, series_of
+from rhymerl.report.charts.base import Chart, line_charts, of_run, run_colour, series_of
 
 _SOURCES = {
     "own": "own text",
@@ -52,7 +52,7 @@ def _acceptance_by_epoch(runs: Sequence[Run]) -> Chart:
         if run.answers is None or not run.answers.drafted.any():
             continue
         found = ratios(run.answers.epoch, run.answers.accepted, run.answers.drafted)
-        series.append(Series(name=run.name, x=[*found], y=[*found.values()], colour=run_colour(index), kind="bars"))
+        series.append(series_of(run.name, found, run_colour(index), "bars"))
     return Chart(
         id="acceptance-epoch",
         title="Acceptance by epoch",
@@ -67,7 +67,7 @@ def _acceptance_by_position(run: Run, runs: Sequence[Run]) -> Chart:
     """Return a line a quarter of the run: means over its steps with drafts that went so deep."""
     names = [f"spec/accept_rate_pos_{depth}" for depth in range(1, _NUM_DEPTHS + 1)]
     curves = [run.curves[name] for name in names] if all(name in run.curves for name in names) else []
-    steps = sorted({step for curve in curves for step in curve.steps})
+    steps = sorted({step for curve in curves for step in curve})
     periods = [part for part in np.array_split(np.array(steps), min(_NUM_PERIODS, len(steps) or 1)) if len(part)]
     series = []
     for number, period in enumerate(periods):
@@ -75,8 +75,7 @@ def _acceptance_by_position(run: Run, runs: Sequence[Run]) -> Chart:
         means = {depth: _mean_between(curve, first, last) for depth, curve in enumerate(curves, start=1)}
         known = {depth: mean for depth, mean in means.items() if mean is not None}
         if known:
-            name = f"steps {first} to {last}"
-            series.append(Series(name=name, x=[*known], y=[*known.values()], colour=f"period-{number}"))
+            series.append(series_of(f"steps {first} to {last}", known, f"period-{number}"))
     return Chart(
         id=f"acceptance-position-{runs.index(run)}",
         title=of_run("Acceptance by position", run, runs),
@@ -89,7 +88,7 @@ def _acceptance_by_position(run: Run, runs: Sequence[Run]) -> Chart:
 
 def _mean_between(curve: Curve, first: int, last: int) -> float | None:
     """Return the mean over these steps but those without any draft as deep, which log 0."""
-    found = [value for step, value in zip(curve.steps, curve.values, strict=True) if first <= step <= last and value]
+    found = [value for step, value in curve.items() if first <= step <= last and value]
     return sum(found) / len(found) if found else None
 
 
@@ -99,12 +98,10 @@ def _origins(run: Run, runs: Sequence[Run]) -> Chart:
     share = ratios(answers.step, answers.accepted, answers.tokens) if answers is not None else {}
     series = []
     for name, words in _SOURCES.items() if share else ():
-        curve = run.curves.get(f"spec/accepted_{name}_frac")
-        if curve is None or not any(curve.values):
-            continue
-        known = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if step in share]
-        whole = Curve(steps=[step for step, _ in known], values=[float(value * share[step]) for step, value in known])
-        series.append(series_of(words, whole, f"source-{name}", "area"))
+        metric = f"spec/accepted_{name}_frac"
+        if run.has(metric):
+            whole = {step: value * share[step] for step, value in run.curves[metric].items() if step in share}
+            series.append(series_of(words, whole, f"source-{name}", "area"))
     return Chart(
         id=f"origins-{runs.index(run)}",
         title=of_run("Tokens from drafts, by source", run, runs),

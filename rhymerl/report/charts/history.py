@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, Series, line_charts, run_colour
+from rhymerl.report.base import Run
+from rhymerl.report.charts.base import Chart, line_charts, run_colour, series_of
 
 _AGE = "history/hit_epoch_age"
 _AGES = {
@@ -40,15 +40,12 @@ def _where_history_was_right(run: Run) -> Run:
     age, share = run.curves.get(_AGE), run.curves.get("spec/accepted_history_frac")
     if age is None or share is None:
         return run
-    steps = {step for step, value in zip(share.steps, share.values, strict=True) if value}
-    known = [(step, value) for step, value in zip(age.steps, age.values, strict=True) if step in steps]
-    found = Curve(steps=[step for step, _ in known], values=[value for _, value in known])
-    return replace(run, curves={**run.curves, _AGE: found})
+    return replace(run, curves={**run.curves, _AGE: {step: value for step, value in age.items() if share.get(step)}})
 
 
 def _similarity(runs: Sequence[Run]) -> Chart:
     series = [
-        Series(name=run.name, x=[*run.similarity], y=[*run.similarity.values()], colour=run_colour(index), kind="bars")
+        series_of(run.name, run.similarity, run_colour(index), "bars")
         for index, run in enumerate(runs)
         if run.similarity
     ]

@@ -54,10 +54,7 @@ def _reward(runs: Sequence[Run]) -> Chart:
         if "reward" in run.curves:
             series += step_series(run, runs, run.curves["reward"], colour)
         if "eval/reward" in run.evaluations:
-            found = run.evaluations["eval/reward"]
-            series.append(
-                Series(name=named(run, "held out", runs), x=found.steps, y=found.values, colour=colour, kind="marks")
-            )
+            series.append(series_of(named(run, "held out", runs), run.evaluations["eval/reward"], colour, "marks"))
     return Chart(
         id="reward",
         title="Reward",
@@ -97,7 +94,6 @@ def _paired(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _gap(run: Run, runs: Sequence[Run]) -> Chart:
-    steps = run.curves[f"{_GAP}/mean"].steps
     return Chart(
         id=f"gap-{runs.index(run)}",
         title=of_run("Sampling against training", run, runs),
@@ -106,7 +102,7 @@ def _gap(run: Run, runs: Sequence[Run]) -> Chart:
         x_title=run.step_name,
         y_title="nats",
         series=[
-            area_of(words, run.curves[f"{_GAP}/{name}"], steps, f"part-{number}")
+            area_of(words, run.curves[f"{_GAP}/{name}"], run.curves[f"{_GAP}/mean"], f"part-{number}")
             for number, (name, words) in enumerate(_SOURCES.items(), 1)
             if run.has(f"{_GAP}/{name}")
         ],
@@ -123,7 +119,7 @@ def _lengths(runs: Sequence[Run]) -> Chart:
         colour = run_colour(index)
         if len(runs) == 1:
             band = series_of("shortest to longest", high, colour, "band")
-            series.append(replace(band, low=thinned(low).values))
+            series.append(replace(band, low=list(thinned(low).values())))
         series += step_series(run, runs, mean, colour)
     extent = ", from the shortest to the longest" if len(runs) == 1 else ""
     return Chart(

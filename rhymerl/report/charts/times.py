@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rhymerl.report.base import Curve, Run
-from rhymerl.report.charts.base import Chart, line_charts, of_run, series_of
+from rhymerl.report.base import Run
+from rhymerl.report.charts.base import Chart, area_of, line_charts, of_run
 
 _PARTS = {  # in the order of a step
     "rollout": "rollout",
@@ -39,16 +39,14 @@ def time_charts(runs: Sequence[Run]) -> list[Chart]:
 def _parts(run: Run, runs: Sequence[Run]) -> Chart:
     whole = run.curves["timing_s/step"]
     curves = {words: run.curves.get(f"timing_s/{name}") for name, words in _PARTS.items()}
-    known = {words: _by_step(curve) for words, curve in curves.items() if curve is not None}
+    known = {words: curve for words, curve in curves.items() if curve is not None}
     rest = {
-        step: max(seconds - sum(part.get(step, 0.0) for part in known.values()), 0.0)
-        for step, seconds in _by_step(whole).items()
+        step: max(seconds - sum(part.get(step, 0.0) for part in known.values()), 0.0) for step, seconds in whole.items()
     }
     series = []
     for number, (words, part) in enumerate({**known, _REST: rest}.items()):
-        curve = Curve(steps=whole.steps, values=[part.get(step, 0.0) for step in whole.steps])
-        shown = series_of(words, curve, f"part-{_COLOURS.get(words, number)}", "area")
-        if max(shown.y, default=0.0) > 0.005 * max(whole.values):  # others would be lines without a height
+        shown = area_of(words, part, whole, f"part-{_COLOURS.get(words, number)}")
+        if max(shown.y, default=0.0) > 0.005 * max(whole.values()):  # others would be lines without a height
             series.append(shown)
     return Chart(
         id=f"parts-{runs.index(run)}",
@@ -58,7 +56,3 @@ def _parts(run: Run, runs: Sequence[Run]) -> Chart:
         y_title="seconds",
         series=series,
     )
-
-
-def _by_step(curve: Curve) -> dict[int, float]:
-    return dict(zip(curve.steps, curve.values, strict=True))
