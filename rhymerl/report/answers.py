@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rhymerl.report.base import Answers, AnswerText, AnswerTurn
+from rhymerl.report.base import Answers
 from rhymerl.types import FloatArray, IndexArray
 
 _MOST = 10**7  # steps and epochs: columns are counted by them
@@ -20,7 +20,7 @@ class AnswerColumns:
     def __init__(self) -> None:
         self._prompts: dict[str, int] = {}  # by id
         self._parts: dict[str, list[Any]] = {name: [] for name in (*_COUNTS, "step", "epoch", "prompt", "reward")}
-        self._texts: dict[int, AnswerText] = {}
+        self._texts: dict[int, dict[str, Any]] = {}
         self._count = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -49,26 +49,34 @@ class AnswerColumns:
         return Answers(**columns, is_cut=is_cut, change=change, prompt_ids=list(self._prompts), texts=self._texts)
 
 
-def _text(row: Mapping[str, Any]) -> AnswerText:
+def _text(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer's text; `turns` and `finish_reason` are those of an episode.
+
+    `runs` are lengths of characters by origin, a DraftSource or NOT_DRAFTED; None where the engine did not tell.
+    """
     runs = row["runs"]
-    return AnswerText(
-        prompt=row["prompt"],
-        text=row["text"],
-        runs=[(count, source) for count, source in runs] if runs is not None else None,
-        rewards=row["rewards"],
-        advantage=row["advantage"],
-        turns=[_turn(each) for each in row.get("turns", ())],
-        finish_reason=str(row.get("finish_reason", "")),
-    )
+    return {
+        "prompt": row["prompt"],
+        "text": row["text"],
+        "runs": [(count, source) for count, source in runs] if runs is not None else None,
+        "rewards": row["rewards"],
+        "advantage": row["advantage"],
+        "turns": [_turn(each) for each in row.get("turns", ())],
+        "finish_reason": str(row.get("finish_reason", "")),
+    }
 
 
-def _turn(found: Mapping[str, Any]) -> AnswerTurn:
-    return AnswerTurn(
-        start=int(found["start"]),
-        stop=int(found["stop"]),
-        tools=list(map(str, found["tools"])),
+def _turn(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the end of a turn; the environment's reply is the characters of the answer from `start` to `stop`.
+
+    `waited_s` is None where a limit ended the turn, and nobody was asked.
+    """
+    return {
+        "start": int(found["start"]),
+        "stop": int(found["stop"]),
+        "tools": list(map(str, found["tools"])),
         **{name: None if found[name] is None else float(found[name]) for name in ("reward", "waited_s")},
-    )
+    }
 
 
 def _changes(prompt: IndexArray, epoch: IndexArray, reward: FloatArray) -> FloatArray:

@@ -25,30 +25,6 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerTurn:
-    """The end of a turn. The environment's reply is the characters of the answer from `start` to `stop`."""
-
-    start: int
-    stop: int
-    tools: Sequence[str]  # that replied, by name
-    reward: float | None
-    waited_s: float | None  # None where a limit ended the turn, and nobody was asked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerText:
-    """The text of an answer; `runs` are lengths of characters by origin, a DraftSource or NOT_DRAFTED."""
-
-    prompt: str
-    text: str
-    runs: Sequence[tuple[int, int]] | None  # None where the engine did not tell
-    rewards: Mapping[str, float]
-    advantage: float | None
-    turns: Sequence[AnswerTurn] = ()  # that have ended, of an episode
-    finish_reason: str = ""  # of an episode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
     """The answers of all steps, as columns in the order of the steps."""
 
@@ -64,7 +40,7 @@ class Answers:
     accepted: IndexArray  # [N] of these
     is_cut: BoolArray  # [N] at the token limit
     prompt_ids: Sequence[str]
-    texts: Mapping[int, AnswerText]  # of some of them, by their index
+    texts: Mapping[int, Mapping[str, Any]]  # of some of them, by their index, as a page gets them
 
     def __len__(self) -> int:
         return len(self.step)

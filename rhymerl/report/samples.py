@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def sample_data(answers: Answers, *, max_answers: int, max_texts: int) -> dict[s
         },
         "prompt_ids": [answers.prompt_ids[number] for number in prompts],
         "text_rows": [rows[index] for index in texts],
-        "texts": [asdict(answers.texts[index]) for index in texts],
+        "texts": [answers.texts[index] for index in texts],
     }
 
 

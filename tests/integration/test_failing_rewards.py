@@ -169,8 +169,7 @@ def test_tags_that_are_special_tokens_are_kept_or_refused(thinking: Path, prompt
     answers = read_run("run").answers
     assert answers is not None
     for text in answers.texts.values():
-        assert text.runs is not None
-        assert sum(count for count, _ in text.runs) == len(text.text)
+        assert sum(count for count, _ in text["runs"]) == len(text["text"])
 
 
 def test_rates_are_those_of_all_ranks_together() -> None:

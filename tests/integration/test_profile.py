@@ -91,9 +91,10 @@ def test_episodes_show_in_trace_timeline_and_samples(settings: list[str], rhymer
     assert "environment" in timeline.kinds
     assert any(run.curves["environment/idle_frac"].values())
     assert run.answers is not None
-    episodes = [each for each in run.answers.texts.values() if each.turns]
-    assert {each.finish_reason for each in episodes} <= {"stop", "max_turns", "length"}
+    episodes = [each for each in run.answers.texts.values() if each["turns"]]
+    assert {each["finish_reason"] for each in episodes} <= {"stop", "max_turns", "length"}
     for text in episodes:
-        for turn in text.turns:
-            assert text.text[turn.start : turn.stop].endswith("=" if turn.stop > turn.start else "")
-            assert turn.waited_s is None or turn.waited_s >= 0
+        for turn in text["turns"]:
+            reply = text["text"][turn["start"] : turn["stop"]]
+            assert reply.endswith("=" if turn["stop"] > turn["start"] else "")
+            assert turn["waited_s"] is None or turn["waited_s"] >= 0

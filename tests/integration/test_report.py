@@ -72,11 +72,10 @@ def test_texts_are_divided_by_where_their_tokens_came_from(whole: Path) -> None:
     assert answers is not None
     sources = set()
     for index, text in answers.texts.items():
-        assert text.runs is not None
-        assert sum(count for count, _ in text.runs) == len(text.text)
-        drafted = sum(count for count, source in text.runs if source != NOT_DRAFTED)
+        assert sum(count for count, _ in text["runs"]) == len(text["text"])
+        drafted = sum(count for count, source in text["runs"] if source != NOT_DRAFTED)
         assert drafted <= answers.accepted[index]  # a special token is no character
-        sources |= {source for _, source in text.runs}
+        sources |= {source for _, source in text["runs"]}
     assert NOT_DRAFTED in sources
     assert len(sources) > 1
 
