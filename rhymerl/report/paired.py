@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,6 @@ class PairedDifference:
     steps: Sequence[int]  # [S]
     mean: FloatArray  # [S]
     variance: FloatArray  # [S] of `mean`
-    unpaired_variance: FloatArray  # [S] what it would be if the runs had nothing in common
 
     @property
     def half_width(self) -> FloatArray:
@@ -41,42 +40,28 @@ def paired_difference(first: Run, second: Run) -> PairedDifference | None:
     """Return `second` minus `first`; None without answers of equal noise: other seed or prompts, or no record."""
     if first.answers is None or second.answers is None or first.settings.get("seed") != second.settings.get("seed"):
         return None
-    mine, theirs = _by_step(first.answers), _by_step(second.answers)
-    rows = []
-    for step in sorted(mine.keys() & theirs.keys()):
-        pairs = _means(mine[step], theirs[step])
-        if len(pairs) >= _LEAST_PROMPTS:
-            differences = pairs[:, 1] - pairs[:, 0]
-            unpaired = pairs.var(axis=0, ddof=1).sum() / len(pairs)
-            rows.append((step, differences.mean(), differences.var(ddof=1) / len(pairs), unpaired))
-    if not rows:
+    mine, theirs = _by_prompt(first.answers), _by_prompt(second.answers)
+    differences: dict[int, list[float]] = {}  # by step: of each prompt's mean
+    for step, prompt in sorted(mine.keys() & theirs.keys()):
+        here, there = mine[step, prompt], theirs[step, prompt]
+        found = [there[sample] - reward for sample, reward in here.items() if sample in there]
+        if found:
+            differences.setdefault(step, []).append(float(np.mean(found)))
+    known = {step: each for step, each in differences.items() if len(each) >= _LEAST_PROMPTS}
+    if not known:
         return None
-    steps, mean, variance, unpaired_variance = zip(*rows, strict=True)
     return PairedDifference(
-        steps=steps,
-        mean=np.array(mean),
-        variance=np.array(variance),
-        unpaired_variance=np.array(unpaired_variance),
+        steps=list(known),
+        mean=np.array([np.mean(each) for each in known.values()]),
+        variance=np.array([np.var(each, ddof=1) / len(each) for each in known.values()]),
     )
 
 
-Rewards = Mapping[str, Mapping[int, float]]  # by prompt and sample
-
-
-def _by_step(answers: Answers) -> dict[int, dict[str, dict[int, float]]]:
-    found: dict[int, dict[str, dict[int, float]]] = {}
+def _by_prompt(answers: Answers) -> dict[tuple[int, str], dict[int, float]]:
+    """Return the rewards by step and prompt, then by sample."""
+    found: dict[tuple[int, str], dict[int, float]] = {}
     columns = (answers.step.tolist(), answers.prompt.tolist(), answers.sample.tolist(), answers.reward.tolist())
     for step, prompt, sample, reward in zip(*columns, strict=True):
         if reward == reward:  # those without one are NaN
-            found.setdefault(step, {}).setdefault(answers.prompt_ids[prompt], {})[sample] = reward
+            found.setdefault((step, answers.prompt_ids[prompt]), {})[sample] = reward
     return found
-
-
-def _means(mine: Rewards, theirs: Rewards) -> FloatArray:
-    """Return the mean rewards [P, 2] of prompts, over the samples that both runs have."""
-    rows = []
-    for prompt in mine.keys() & theirs.keys():
-        samples = mine[prompt].keys() & theirs[prompt].keys()
-        if samples:
-            rows.append([np.mean([each[prompt][sample] for sample in samples]) for each in (mine, theirs)])
-    return np.array(sorted(rows)).reshape(-1, 2)  # sorted: sets have no order
