@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -12,6 +13,8 @@ from omegaconf import OmegaConf
 from rhymerl.config.tree import leaves
 from rhymerl.errors import ConfigError, DataError, UsageError
 from rhymerl.report.base import Curve, Run
+from rhymerl.report.charts.learning import reward_chart
+from rhymerl.report.pictures import draw_chart
 from rhymerl.report.printing import readable
 from rhymerl.report.reading import read_run
 from rhymerl.version import __version__
@@ -105,22 +108,9 @@ def _table(curves: Mapping[str, Curve], step: int) -> list[str]:
 
 
 def _draw(run: Run, folder: Path) -> str | None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:  # the extra plot is not installed: the table says it, too
+    if find_spec("matplotlib") is None or "reward" not in run.curves:  # without the extra plot, the table says it
         return None
-    if "reward" not in run.curves:
-        return None
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axis = figure.subplots()
-    training, held_out = run.curves["reward"], run.evaluations.get("eval/reward")
-    axis.plot(list(training), list(training.values()), label="training")
-    if held_out is not None:
-        axis.plot(list(held_out), list(held_out.values()), "D", label="held out")
-    axis.set_xlabel("step")
-    axis.set_ylabel("reward")
-    axis.legend(frameon=False)
-    figure.savefig(folder / _PICTURE, dpi=140)
+    draw_chart(reward_chart([run]), folder / _PICTURE)
     return _PICTURE
 
 

@@ -39,7 +39,7 @@ _SOURCES = {"precision": "precision", "age": "age of the weights", "truncation":
 def learning_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return the charts of this section."""
     return [
-        _reward(runs),
+        reward_chart(runs),
         *_paired(runs),
         _lengths(runs),
         *line_charts(runs, _LINES),
@@ -47,7 +47,8 @@ def learning_charts(runs: Sequence[Run]) -> list[Chart]:
     ]
 
 
-def _reward(runs: Sequence[Run]) -> Chart:
+def reward_chart(runs: Sequence[Run]) -> Chart:
+    """Return the chart of rewards, of training and of evaluations."""
     series: list[Series] = []
     for index, run in enumerate(runs):
         colour = run_colour(index)
