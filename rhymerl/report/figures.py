@@ -66,12 +66,10 @@ def header_of(run: Run) -> dict[str, str]:
     return {"began": f"{began}{took}", **{name: words[:_MOST_CHARACTERS] for name, words in run.facts.items()}}
 
 
-def evaluation_figures(runs: Sequence[Run]) -> list[Figure]:
-    """Return the first and the last value of each metric of evaluations."""
-    names = dict.fromkeys(name for run in runs for name in run.evaluations)
-    return [
-        Figure(name=name, values=[_first_and_last(run.evaluations.get(name)) for run in runs]) for name in sorted(names)
-    ]
+def evaluation_figures(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return the first and the last value of each metric of evaluations, run by run."""
+    names = {name for run in runs for name in run.evaluations}
+    return {name: [_first_and_last(run.evaluations.get(name)) for run in runs] for name in sorted(names)}
 
 
 def parts_of(run: Run) -> list[str]:

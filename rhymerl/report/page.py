@@ -66,7 +66,7 @@ def page_of(runs: Sequence[Run], *, live: Live | None = None) -> str:
     from plotly.offline import get_plotlyjs
 
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    sections = sections_of(runs)
+    sections = list(sections_of(runs).items())
     timelines = [(run.name, timeline) for run in runs if (timeline := timeline_of(run)) is not None]
     share = max(len(runs), 1)
     samples = [
@@ -75,7 +75,7 @@ def page_of(runs: Sequence[Run], *, live: Live | None = None) -> str:
         if run.answers is not None
     ]
     data = {
-        "charts": {chart.id: asdict(chart) for section in sections for chart in section.charts},
+        "charts": {chart.id: asdict(chart) for _, charts in sections for chart in charts},
         "timelines": [{"run": name, "kinds": timeline.kinds, **asdict(timeline)} for name, timeline in timelines],
         "metrics": [{"run": run.name, "step": run.step_name, "curves": _all_curves(run)} for run in runs],
         "samples": samples,

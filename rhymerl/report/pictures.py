@@ -41,7 +41,7 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
     check_matplotlib()
     import matplotlib
 
-    charts = [chart for section in sections_of(runs) for chart in section.charts]
+    charts = [chart for charts in sections_of(runs).values() for chart in charts]
     with matplotlib.rc_context({"text.parse_math": False}):  # a dollar in a name is a dollar
         pictures = [_save(_chart(chart), folder / f"{chart.id}.png") for chart in charts]
         for number, run in enumerate(runs):

@@ -71,11 +71,11 @@ def test_what_runs_have_in_common_cancels_out() -> None:
 
 def test_a_report_of_two_runs_shows_them() -> None:
     runs = [run_of(FIRST), run_of(SECOND, name="b")]
-    (chart,) = (chart for section in sections_of(runs) for chart in section.charts if chart.id.startswith("paired"))
+    (chart,) = (chart for charts in sections_of(runs).values() for chart in charts if chart.id.startswith("paired"))
     assert chart.title == "Paired difference: b - a"
     assert "Over all 2 steps +0.5000 ± 0.3465." in chart.caption
     band, line = chart.series
     assert [*line.y] == [0.75, 0.25]
     assert band.low is not None
     assert [(low + high) / 2 for low, high in zip(band.low, band.y, strict=True)] == pytest.approx([0.75, 0.25])
-    assert sections_of(runs[:1]) == []
+    assert sections_of(runs[:1]) == {}

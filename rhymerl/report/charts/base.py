@@ -1,4 +1,4 @@
-"""What a report shows: charts of series, in sections."""
+"""What a report shows: charts of series."""
 
 from __future__ import annotations
 
@@ -38,15 +38,6 @@ class Chart:
     series: Sequence[Series]
     reference: float | None = None  # a thin line at this y
     from_zero: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """Charts that belong together."""
-
-    id: str
-    title: str
-    charts: Sequence[Chart]
 
 
 def run_colour(index: int) -> str:
