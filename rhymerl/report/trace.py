@@ -77,9 +77,7 @@ def _of_passes(record: Mapping[str, Any]) -> Iterator[Event]:
             numbers = {"requests": requests, "tokens": tokens, "draft_nodes": draft_nodes, "step": record["step"]}
             yield _slice("pass", "passes", rank, start_s, start_s + seconds, **numbers)
         for name, at_s in found["rewards"]:
-            event = _slice(name, "rewards", rank, at_s, at_s, step=record["step"])
-            del event["dur"]
-            yield {**event, "ph": "i", "s": "t"}
+            yield {**_event(name, "rewards", rank, at_s, phase="i", step=record["step"]), "s": "t"}
 
 
 def _of_waits(waits: Sequence[tuple[float, float]], *, trainer: int) -> Iterator[Event]:
@@ -87,25 +85,21 @@ def _of_waits(waits: Sequence[tuple[float, float]], *, trainer: int) -> Iterator
     changes = [(asked_at, 1) for asked_at, _ in waits] + [(replied_at, -1) for _, replied_at in waits]
     changes.sort(key=lambda change: (change[0], -change[1]))  # what is replied at once is asked before
     for (at_s, _), count in zip(changes, accumulate(change for _, change in changes), strict=True):
-        yield {
-            "name": "episodes that wait",
-            "cat": "steps",
-            "ph": "C",
-            "ts": at_s * 1e6,
-            "pid": trainer,
-            "tid": 0,
-            "args": {"episodes": count},
-        }
+        yield _event("episodes that wait", "steps", trainer, at_s, phase="C", episodes=count)
 
 
 def _slice(name: str, track: str, process: int, start_s: float, end_s: float, **numbers: Any) -> Event:
+    event = _event(name, track, process, start_s, phase="X", **numbers)
+    return {**event, "dur": round((end_s - start_s) * 1e6, 1)}
+
+
+def _event(name: str, track: str, process: int, at_s: float, *, phase: str, **numbers: Any) -> Event:
     """Times of events are microseconds."""
     return {
         "name": name,
         "cat": track,
-        "ph": "X",
-        "ts": start_s * 1e6,
-        "dur": round((end_s - start_s) * 1e6, 1),
+        "ph": phase,
+        "ts": at_s * 1e6,
         "pid": process,
         "tid": _TRACKS.index(track),
         "args": numbers,
