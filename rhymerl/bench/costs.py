@@ -18,7 +18,7 @@ from rhymerl.progress import SILENT, ProgressBar
 from rhymerl.report.printing import print_table, say
 from rhymerl.types import FloatArray, IntArray, RolloutRequest
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NOT_COUNTED = 3  # passes: prefill, and the first ones of these shapes
 NODES = (0, 1, 2, 4, 8, 16, 32)  # of each request
 
@@ -79,7 +79,7 @@ def measure_costs(
     model: PreTrainedModel,
     requests: Sequence[RolloutRequest],
     *,
-    rows: Sequence[int] = ROWS,
+    most_running: int,
     nodes: Sequence[int] = NODES,
     passes: int = 12,
     rounds: int = 3,
@@ -89,6 +89,7 @@ def measure_costs(
 
     The least of `rounds` goes over the whole table: what else the machine does at times is no cost of ours.
     """
+    rows = [each for each in _ROWS if each <= most_running]
     tables = np.empty((rounds, len(rows), len(nodes)))
     sizes = sum(rows) * sum(1 + each for each in nodes)  # tokens are what takes the time
     with progress.during("tokens in passes", rounds * (passes + _NOT_COUNTED) * sizes):

@@ -58,9 +58,9 @@ class CostsBench(PolicyBench):
         return {**result, "environment": environment(), "config": recorded(self.config)}
 
     def _of_embedded(self, settings: MeasureSettings, progress: ProgressBar) -> Mapping[str, Any]:
-        rows = [each for each in costs.ROWS if each <= max(self.config.concurrency)]
+        most_running = max(self.config.concurrency)
         table = costs.measure_costs(
-            self.policy.model, self.requests("costs"), rows=rows, progress=progress, **settings.given
+            self.policy.model, self.requests("costs"), most_running=most_running, progress=progress, **settings.given
         )
         costs.report(table)
         return {"engine": "embedded", "costs": table.points()}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rhymerl.bench.base import SpeedRatio, environment
-from rhymerl.bench.costs import ROWS, CostTable, measure_costs
+from rhymerl.bench.costs import CostTable, measure_costs
 from rhymerl.bench.policy import PolicyBench
 from rhymerl.budgets import Budget, FixedBudget
 from rhymerl.config import instantiate, recorded
@@ -83,13 +83,10 @@ class RolloutBench(PolicyBench):
             for epoch in range(self.config.epochs):
                 self._learn(epoch)
                 progress.advance()
-        costs = self._costs(progress)
+        most_running = max(self.config.concurrency)
+        costs = measure_costs(self.policy.model, self.requests("costs"), most_running=most_running, progress=progress)
         rows = [row for concurrency in self.config.concurrency for row in self._compare(concurrency, costs, progress)]
         return {"rows": rows, "costs": costs.points(), "environment": environment(), "config": recorded(self.config)}
-
-    def _costs(self, progress: ProgressBar) -> CostTable:
-        rows = [each for each in ROWS if each <= max(self.config.concurrency)]
-        return measure_costs(self.policy.model, self.requests("costs"), rows=rows, progress=progress)
 
     def _learn(self, epoch: int) -> None:
         """Learn one epoch of history."""
