@@ -92,7 +92,12 @@ def compare_several(
                 fifo_rows[mode].append(figures)
         barrier, fifo = (fifo_rows[mode][-1]["step_time"] for mode in ("off", config.run_ahead))
         for each in (*rows.values(), *fifo_rows.values()):
-            each[-1] = _speedups(each[-1]["step_time"], barrier, fifo) | each[-1]
+            each[-1] = {
+                "speedup_over_fifo_barrier": barrier / each[-1]["step_time"],
+                "speedup_over_fifo": fifo / each[-1]["step_time"],
+                "fifo_barrier_step_time": barrier,
+                **each[-1],
+            }
         if seed == config.seed and config.gantt is not None:
             draw_gantt(config, fifo_timelines["off"], timelines, window)
     return {
@@ -102,15 +107,6 @@ def compare_several(
         "workers": config.workers,
         "steps": window.last - window.first,
         "seeds": config.seeds,
-    }
-
-
-def _speedups(step_time: float, barrier: float, fifo: float) -> dict[str, float]:
-    """Return the speed-ups over FIFO behind a barrier and with the same run-ahead, by the times of a step."""
-    return {
-        "speedup_over_fifo_barrier": barrier / step_time,
-        "speedup_over_fifo": fifo / step_time,
-        "fifo_barrier_step_time": barrier,
     }
 
 
