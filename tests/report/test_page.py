@@ -314,3 +314,9 @@ def test_an_answer_takes_little_work_and_few_bytes(tmp_path: Path) -> None:
     num_more = 6 * 125 * 4
     assert more_work - less_work < 300 * num_more
     assert larger - smaller < 20 * num_more
+
+
+def test_evaluations_have_a_table_of_their_first_and_last_values(run: Path, tmp_path: Path):
+    page = page_of(run, out=tmp_path / "a.html")
+    assert "<thead><tr><th>metric</th><th>mine</th></tr></thead>" in page
+    assert "<tr><th>eval/set/mean@1</th><td>0.25 → 0.75</td></tr>" in page
