@@ -80,8 +80,10 @@ class ConfiguredCommand(Subcommand):
         add_json_option(parser)
 
     def run(self, arguments: Namespace, overrides: Sequence[str], interrupt: Interrupt) -> Result | None:
+        from omegaconf import OmegaConf
+
         from rhymerl.cli.kinds import check_kind, names_of
-        from rhymerl.config import recorded, to_yaml
+        from rhymerl.config import recorded
 
         if arguments.config is None:
             known = ", ".join(names_of(self.kind(arguments)))
@@ -96,7 +98,7 @@ class ConfiguredCommand(Subcommand):
         for key, value in self.settings(arguments).items():
             config[key] = value
         if arguments.print_config:
-            print(to_yaml(config), end="")
+            print(OmegaConf.to_yaml(config), end="")
             return recorded(config)
         return self.run_config(config, arguments, interrupt)
 

@@ -17,7 +17,7 @@ from rhymerl.lazy import lazy_names
 if TYPE_CHECKING:
     from rhymerl.config.composition import compose
     from rhymerl.config.files import packaged_names
-    from rhymerl.config.output import recorded, resolved, save_config, to_yaml, with_names
+    from rhymerl.config.output import recorded, resolved, save_config, with_names
 
 __all__ = [
     "compose",
@@ -29,7 +29,6 @@ __all__ = [
     "recorded",
     "resolved",
     "save_config",
-    "to_yaml",
     "with_names",
 ]
 

@@ -1,4 +1,4 @@
-"""Output of settings: as text, into the run directory, into the checkpoint, and changes since they were written."""
+"""Output of settings: into the run directory, into the checkpoint, and changes since they were written."""
 
 from __future__ import annotations
 
@@ -18,20 +18,13 @@ from rhymerl.errors import ConfigError
 _NOTHING = "nothing"
 
 
-def to_yaml(config: DictConfig) -> str:
-    """Return every setting with its value; what follows another setting says so (`seed: ${seed}`).
-
-    The text is a config file: loaded, it is the same config, and an override still reaches all that follow it.
-    """
-    return OmegaConf.to_yaml(config)
-
-
 def save_config(config: DictConfig, run_dir: str | Path) -> Path | None:
-    """Write `run_dir/config.yaml`, as `to_yaml` says; return where one with other settings is kept: `config.N.yaml`.
+    """Write `run_dir/config.yaml`; return where one with other settings is kept: `config.N.yaml`.
 
-    Raises ConfigError when it cannot be written.
+    What follows another setting says so (`seed: ${seed}`): loaded, the file is the same config, and an override still
+    reaches all that follow it. Raises ConfigError when it cannot be written.
     """
-    path, text = Path(run_dir) / "config.yaml", to_yaml(config)
+    path, text = Path(run_dir) / "config.yaml", OmegaConf.to_yaml(config)
     former: Path | None = None
     part = path.with_name(f".{path.name}.part")
     try:

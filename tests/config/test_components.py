@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from rhymerl.config import compose, construct, describe, instantiate, to_yaml
+from rhymerl.config import compose, construct, describe, instantiate
 from rhymerl.config.targets import import_target
 from rhymerl.drafters import Drafter, NoDrafter
 from rhymerl.errors import ConfigError
@@ -122,6 +122,12 @@ def test_errors_of_constructors_name_the_setting(overrides: list[str], message: 
     assert str(caught.value) == message
 
 
+def test_a_node_of_a_config_knows_its_key() -> None:
+    config = OmegaConf.create({"outer": {"several": [{"_target_": "my_module.MyFan", "width": 3}]}})
+    with pytest.raises(ConfigError, match=r"^outer\.several\.0\.width=3: expected at most 2$"):
+        instantiate(config.outer.several[0])
+
+
 def test_a_component_does_not_know_where_it_stands() -> None:
     MyFan = import_target("my_module.MyFan", setting="")  # noqa: N806 - a class
     with pytest.raises(ValueError, match="^width=3: expected at most 2$"):
@@ -191,7 +197,7 @@ def test_plain_nodes_are_checked_as_well(settings: dict[str, Any], message: str)
 def test_required_arguments(here: Path) -> None:
     (here / "mine.yaml").write_text("job: {_target_: my_module.Job}\n")
     config = compose("mine.yaml")
-    assert "drafter: ???" in to_yaml(config)
+    assert "drafter: ???" in OmegaConf.to_yaml(config)
     with pytest.raises(ConfigError, match=r"^job\.drafter: required, but not set"):
         instantiate(config.job)
 

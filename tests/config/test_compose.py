@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-from rhymerl.config import compose, instantiate, recorded, resolved, save_config, to_yaml
+from rhymerl.config import compose, instantiate, recorded, resolved, save_config
 from rhymerl.config.composition import parse
 from rhymerl.errors import ConfigError
 
@@ -59,7 +59,7 @@ def test_text_out_of_the_environment_stays_named(monkeypatch: pytest.MonkeyPatch
         *("data.jsonl", "more data.jsonl", "prompt"),
         3,
     )
-    text = to_yaml(config)
+    text = OmegaConf.to_yaml(config)
     assert "train: ${oc.env:WHERE}" in text
     assert "validation: more ${data.train}" in text
     assert "seed: 3" in text
@@ -79,7 +79,7 @@ def test_text_out_of_the_environment_may_stand_beside_the_time_and_the_name_of_t
     monkeypatch.setenv("WHERE", "scratch")
     config = compose("main.yaml", ["run_dir=${oc.env:WHERE}/${config_name:}-${now:%Y}"])
     assert config.run_dir.startswith("scratch/main-20")
-    assert "run_dir: ${oc.env:WHERE}/main-20" in to_yaml(config)
+    assert "run_dir: ${oc.env:WHERE}/main-20" in OmegaConf.to_yaml(config)
 
 
 def test_asset_is_a_directory_of_the_package(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
@@ -183,6 +183,14 @@ def test_overrides_of_one_setting_keep_their_order() -> None:
     assert main(*words)["rewards"] == {"mine": "my_module.run"}
 
 
+def test_a_mapping_with_names_of_ones_own_takes_others(here: Path) -> None:
+    (here / "named.yaml").write_text(
+        "rewards: {exact: {weight: 1}}\njob: {_target_: my_module.Job, rewards: '${rewards}'}\n"
+    )
+    config = compose("named.yaml", ["rewards.short.weight=2"])
+    assert config.rewards == {"exact": {"weight": 1}, "short": {"weight": 2}}
+
+
 def test_a_class_path_that_does_not_fit() -> None:
     with pytest.raises(
         ConfigError, match=r"job.record='my_module.MyDrafter': expected a Record, which MyDrafter is not"
@@ -251,7 +259,7 @@ def test_saved_and_printed_configs_load_again(here: Path) -> None:
     config = compose("main.yaml", ["task=running_sum", "drafter=my_module.MyDrafter", "settings.free.a=1"])
     assert save_config(config, here / "run") is None
     again = compose(here / "run" / "config.yaml")
-    assert to_yaml(again) == to_yaml(config)
+    assert OmegaConf.to_yaml(again) == OmegaConf.to_yaml(config)
     assert again == config
     changed = resolved(compose(here / "run" / "config.yaml", ["seed=7", "drafter=none", "task.difficulty=2"]))
     assert changed["settings"]["seed"] == 7
