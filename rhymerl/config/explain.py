@@ -118,12 +118,11 @@ def _settings(config: dict[str, Any], key: str, owner: Component | None) -> dict
 def _set_in(config: dict[str, Any], key: str, sources: Sources) -> str:
     """Return the last place that says the value, in the order in which a config is composed."""
     overridden = [f"{origin(config, each.key_or_group)}." for each in sources.overrides]
-    if f"{key}.".startswith(tuple(overridden)):
-        return _COMMAND_LINE
-    saying = [layer for layer in sources.layers if find(layer.body, key) is not ABSENT]
+    saying = [layer.source for layer in sources.layers if find(layer.body, key) is not ABSENT]
+    saying += [None for each in overridden if f"{key}.".startswith(each)]
     if not saying:
         return _CONSTRUCTOR
-    path, packaged = saying[-1].source, packaged_directory()
+    path, packaged = saying[-1], packaged_directory()
     if path is None:
         return _COMMAND_LINE
     return f"configs/{path.relative_to(packaged)}" if path.is_relative_to(packaged) else str(path)
@@ -142,18 +141,19 @@ def in_yaml(value: Any) -> str:
 
 
 def _about(key: str, sources: Sources, owner: Component | None, made: Component | None) -> str:
-    comments = {place: words for file in sources.chain for place, words in comments_of(file.path).items()}
+    texts = [file.path.read_text(encoding="utf-8") for file in sources.chain]
+    comments = [words for text in texts if (words := comments_of(text).get(key))]
     described = _docstring(made.target) if made else ""
     if not described and owner is not None:
         described = _said_of(owner.target, key.rpartition(".")[2]) or _docstring(owner.target)
-    return "\n\n".join(each for each in (comments.get(key), described) if each)
+    return "\n\n".join(each for each in (*comments[-1:], described) if each)
 
 
-def comments_of(path: Path) -> dict[str, str]:
-    """Return what a config file says behind its settings (`seed: 0 # words`), by dotted key."""
+def comments_of(text: str) -> dict[str, str]:
+    """Return what a config file, or a dataclass, says behind its settings (`seed: 0 # words`), by dotted key."""
     above: list[tuple[int, str]] = []  # the mappings in which a line stands, with their indentation
     found: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         setting = re.match(r"( *)([A-Za-z_][\w-]*):(?: .*?)?(?: # (.+))?$", line)
         if setting is None:
             continue
@@ -182,8 +182,7 @@ def _beside(target: Callable[..., Any], name: str) -> str:
     """Return the comment beside a field of this name, of the class or of one that it extends."""
     for each in inspect.getmro(target) if isinstance(target, type) else ():
         if name in vars(each).get("__annotations__", {}):
-            found = re.search(rf"^    {name}: .*?  # (.+)$", inspect.getsource(each), re.MULTILINE)
-            return found[1] if found else ""
+            return comments_of(inspect.getsource(each)).get(name, "")
     return ""
 
 

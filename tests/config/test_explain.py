@@ -78,9 +78,10 @@ def test_where_a_value_was_set(key: str, config: str, overrides: list[str], valu
 
 def test_a_value_in_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("defaults: [quickstart, _self_]\nupdate:\n  epochs: 2 # because it helps\n")
+    path.write_text("defaults: [quickstart, _self_]\nupdate:\n  epochs: 2 # because it helps\nseed: 1 # my own\n")
     found = explained("update.epochs", str(path))
     assert (found.value, found.set_in) == (2, str(path))
+    assert explained("seed", str(path)).about == "my own"
     assert found.about == (
         "because it helps\n\nA step's samples make `mini_batches` optimizer steps in each of `epochs` passes over them."
     )
@@ -90,7 +91,7 @@ def test_a_setting_that_others_follow() -> None:
     found = explained("seed")
     assert [*found.followed_by] == ["model.seed", "data.seed", "module.seed"]
     assert (found.type, found.owner) == ("int", None)
-    assert found.about == comments_of(locate("base"))["seed"]
+    assert found.about == comments_of(locate("base").read_text())["seed"]
 
 
 def test_a_flag_of_a_class_that_lists_its_arguments() -> None:
@@ -170,7 +171,7 @@ def test_every_setting_says_what_it_is_for() -> None:
     """But those of Lightning, and the module's, which are links to others."""
     config: Any = OmegaConf.to_container(compose("base"))
     owners = [owner for owner in classes(config) if owner.key != "module" and not owner.key.startswith("trainer")]
-    said = comments_of(locate("base"))
+    said = comments_of(locate("base").read_text())
     keys = [(owner, name, f"{owner.key}.{name}") for owner in owners for name in owner.signature.parameters]
     assert [key for owner, name, key in keys if key not in said and not _said_of(owner.target, name)] == []
     assert len(keys) > 80
