@@ -38,7 +38,9 @@ def instantiate(
 def _build(node: object, key: str, config: Mapping[str, Any]) -> Any:
     """Build a node without links, which stands at `key` of a config; outside one, {}, text may name the environment."""
     if isinstance(node, Mapping | Sequence) and not isinstance(node, dict | list | tuple | str | bytes):
-        node, key, config = _opened(node, key)
+        from rhymerl.config.interpolation import opened
+
+        node, key, config = opened(node, key)
     if isinstance(node, str) and "${oc.env:" in node and not config:  # a checkpoint's
         from rhymerl.config.interpolation import evaluate
 
@@ -50,19 +52,6 @@ def _build(node: object, key: str, config: Mapping[str, Any]) -> Any:
         items = [_build(item, join(key, index), config) for index, item in enumerate(node)]
         return tuple(items) if isinstance(node, tuple) else items
     return node
-
-
-def _opened(node: Any, key: str) -> tuple[Any, str, Mapping[str, Any]]:
-    """Return the values of a node of OmegaConf's, its key, and its config with links; other mappings as they are."""
-    from omegaconf import OmegaConf
-
-    from rhymerl.config.interpolation import value_at, whole
-
-    if not OmegaConf.is_config(node):
-        return node, key, {}
-    config, place = whole(node)
-    values = value_at(config, place)
-    return (values, key, {}) if key and not place else (values, place, config)  # or a config of its own, at this key
 
 
 def _construct(values: dict[str, Any], key: str, config: Mapping[str, Any]) -> Any:

@@ -11,13 +11,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from rhymerl.config.tree import ABSENT, entries, find, join, link_of, origin
@@ -104,22 +104,22 @@ def located_errors(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {words}") from error
 
 
-def whole(node: DictConfig | ListConfig) -> tuple[Any, str]:
-    """Return a node's whole config in plain containers with its links, and the node's key in it."""
+def opened(node: Any, key: str) -> tuple[Any, str, Mapping[str, Any]]:
+    """Return the values of a node of OmegaConf's, its key, and its config with links; other mappings as they are."""
+    if not OmegaConf.is_config(node):
+        return node, key, {}
     names: list[str] = []
-    while (above := _select(node, "..")) is not None:
-        keys = list(above) if isinstance(above, DictConfig) else range(len(above))
-        names.insert(0, next((str(key) for key in keys if _select(above, str(key)) is node), ""))
-        node = above
-    return OmegaConf.to_container(node), ".".join(names)
-
-
-def _select(node: DictConfig | ListConfig, key: str) -> Any:
-    """Return what stands at a key relative to a node; None where there is nothing, as above the whole config."""
-    try:
-        return OmegaConf.select(node, key, throw_on_resolution_failure=False)
-    except ConfigKeyError:
-        return None
+    with suppress(ConfigKeyError):  # at the top
+        while True:
+            above: Any = OmegaConf.select(node, "..")
+            keys = map(str, above if isinstance(above, DictConfig) else range(len(above)))
+            found = (each for each in keys if OmegaConf.select(above, each, throw_on_resolution_failure=False) is node)
+            names.insert(0, next(found, ""))
+            node = above
+    config: Any = OmegaConf.to_container(node)
+    place = ".".join(names)
+    values = value_at(config, place)
+    return (values, key, {}) if key and not place else (values, place, config)  # or a config of its own, at this key
 
 
 # -- resolvers -------------------------------------------------------------------------------------------------------
