@@ -9,6 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from rhymerl.config.dotted_names import is_dotted
 from rhymerl.config.targets import import_target
 from rhymerl.config.tree import is_component, join
 from rhymerl.errors import ConfigError
@@ -64,12 +65,13 @@ def _misfit(value: Any, expected: str, setting: str) -> ConfigError:
     return ConfigError(f"{setting}={value!r}: expected {expected}")
 
 
-def wants_component(text: str, annotation: Any) -> bool:
-    """Return whether a component may stand here, and this text itself not."""
-    if not any(map(_is_class, _members(annotation))):
+def stands_for_component(value: Any, annotation: Any) -> bool:
+    """Return whether this is a class path where a component may stand, and the text itself not."""
+    is_path = isinstance(value, str) and is_dotted(value)
+    if not is_path or not any(map(_is_class, _members(annotation))):
         return False
     try:
-        fit(text, annotation, "")
+        fit(value, annotation, "")
     except ConfigError:
         return True
     return False

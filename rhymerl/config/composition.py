@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rhymerl.config.annotations import wants_component
-from rhymerl.config.dotted_names import is_dotted
+from rhymerl.config.annotations import stands_for_component
 from rhymerl.config.files import ConfigFile, Layer, folders_beside, layers, locate, packaged_directory, read_chain
 from rhymerl.config.interpolation import interpolate, located_errors
 from rhymerl.config.schema import check, expand, kinds_by_key, unknown
@@ -145,17 +144,14 @@ def _apply_all(config: dict[str, Any], overrides: Sequence[Override]) -> None:
     expand(config)
     others = [each for each in overrides if each not in named]
     kinds = kinds_by_key(config) if others else {}
-    for override in sorted(others, key=lambda each: not _is_class_path(each, config, kinds)):
+
+    def is_class_path(each: Override) -> bool:
+        wanted = kinds.get(origin(config, each.key_or_group), ())
+        return any(stands_for_component(each.value(), kind) for kind in wanted)
+
+    for override in sorted(others, key=is_class_path, reverse=True):
         _apply(config, override)
         expand(config)
-
-
-def _is_class_path(override: Override, config: dict[str, Any], kinds: Mapping[str, Sequence[Any]]) -> bool:
-    value: Any = override.value()
-    is_path = isinstance(value, str) and is_dotted(value)
-    return is_path and any(
-        wants_component(value, kind) for kind in kinds.get(origin(config, override.key_or_group), ())
-    )
 
 
 def _apply(config: dict[str, Any], override: Override) -> None:
@@ -165,8 +161,8 @@ def _apply(config: dict[str, Any], override: Override) -> None:
     """
     key = override.key_or_group
     value = override.value()
-    above, _, name = origin(config, key, follow_last=False).rpartition(".")
-    parent = _container_at(config, above, key)
+    above, _, name = key.rpartition(".")
+    parent = _container_at(config, origin(config, above), key)
     present = child(parent, name)
     if override.is_delete() and present is ABSENT:
         raise unknown(config, key)

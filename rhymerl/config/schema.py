@@ -9,12 +9,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from rhymerl.config import other_names
-from rhymerl.config.annotations import fit, is_free_form, wants_component
+from rhymerl.config.annotations import fit, is_free_form, stands_for_component
 from rhymerl.config.components import plain
-from rhymerl.config.dotted_names import is_dotted
 from rhymerl.config.interpolation import evaluate, value_at
 from rhymerl.config.targets import REQUIRED, Signature, import_target, signature_of
-from rhymerl.config.tree import ABSENT, find, is_component, join, link_of, origin, walk
+from rhymerl.config.tree import ABSENT, entries, find, is_component, join, link_of, origin, walk
 from rhymerl.errors import ConfigError
 
 _MISSING = "???"
@@ -54,8 +53,7 @@ def expand(config: dict[str, Any]) -> None:
             default = plain_default(parameter)
             if name not in each.node and default is not ABSENT:
                 each.node[name] = default
-            value = each.node.get(name)
-            if isinstance(value, str) and is_dotted(value) and wants_component(value, parameter.annotation):
+            if stands_for_component(value := each.node.get(name), parameter.annotation):
                 each.node[name] = {"_target_": value}
 
 
@@ -84,7 +82,7 @@ def check(config: dict[str, Any], root: dict[str, Any]) -> None:
     `root` is the packaged config that this one builds on: the schema of everything that is not a component.
     """
     kinds = kinds_by_key(config)
-    closed = _closed(root, kinds)
+    closed = dict(_closed(root, kinds))
     _check_names(config, closed)
     for key, value in walk(config):
         link = link_of(value)
@@ -99,15 +97,14 @@ def check(config: dict[str, Any], root: dict[str, Any]) -> None:
             _check_type(config, key, annotation)
 
 
-def _closed(root: dict[str, Any], kinds: dict[str, list[Any]]) -> dict[str, dict[Any, Any]]:
-    """Return the plain mappings with fixed keys: the root's, except free-form ones and the contents of components."""
-    inside = [key for key, node in walk(root) if is_component(node)]
-    inside += [key for key, each in kinds.items() if any(map(is_free_form, each))]
-    return {
-        key: node
-        for key, node in walk(root)
-        if isinstance(node, dict) and node and not any(f"{key}.".startswith(f"{it}.") for it in inside)
-    }
+def _closed(root: Any, kinds: dict[str, list[Any]], key: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the plain mappings with fixed keys: the root's, except free-form ones and the contents of components."""
+    if is_component(root) or any(map(is_free_form, kinds.get(key, ()))):
+        return
+    if isinstance(root, dict) and root:
+        yield key, root
+    for name, value in entries(root):
+        yield from _closed(value, kinds, join(key, name))
 
 
 def _check_names(config: dict[str, Any], closed: dict[str, dict[Any, Any]]) -> None:

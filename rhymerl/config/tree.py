@@ -52,11 +52,10 @@ def link_of(value: Any) -> str | None:
     return found[1] if found else None
 
 
-def origin(config: Any, key: str, *, follow_last: bool = True) -> str:
+def origin(config: Any, key: str) -> str:
     """Return the key under which the value of `key` is written.
 
-    `module.drafter.depth` is at `drafter.depth` if the drafter is a link. Without `follow_last`, a link at the very end
-    stays: an override replaces it.
+    `module.drafter.depth` is at `drafter.depth` if the drafter is a link.
     """
     asked = key
     for _ in range(_MOST_LINKS):
@@ -64,7 +63,7 @@ def origin(config: Any, key: str, *, follow_last: bool = True) -> str:
         for end, part in enumerate(parts, 1):
             node = child(node, part)
             link = link_of(node)
-            if link is not None and (follow_last or end < len(parts)):
+            if link is not None:
                 key = ".".join([link, *parts[end:]])
                 break
         else:
