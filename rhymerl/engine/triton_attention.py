@@ -28,11 +28,13 @@ def tokens_of_a_tile(groups: int, dtype: torch.dtype, *, widest: int) -> int:
     return few if is_small else max(_MANY // padded, 1)
 
 
-def block_and_warps(dtype: torch.dtype, dim: int, *, is_plain: bool) -> tuple[int, int]:
-    """Return the keys of a step and the warps of a program, so that registers suffice."""
-    is_single = dtype == torch.float32
-    is_large = dim > 128 or (is_single and not is_plain)
-    return (_BLOCK // 2 if is_single and is_large else _BLOCK), (8 if is_large else 4)
+def block_and_warps(dtype: torch.dtype, of_keys: torch.dtype, dim: int, *, is_plain: bool) -> tuple[int, int]:
+    """Return the keys of a step and the warps of a program, so that registers suffice.
+
+    Keys may be stored in float32 where products, of `dtype`, are in 16 bits.
+    """
+    is_large = dim > 128 or (dtype == torch.float32 and not is_plain)
+    return (_BLOCK // 2 if of_keys == torch.float32 and is_large else _BLOCK), (8 if is_large else 4)
 
 
 def attend(
@@ -65,7 +67,7 @@ def attend(
     groups, padded_dim = num_heads // kv_heads, max(triton.next_power_of_2(dim), 16)
     query, out = query.contiguous(), values.new_empty(query.shape)
     is_plain = splits == 1 and window is None and softcap is None and sinks is None
-    block, num_warps = block_and_warps(values.dtype, dim, is_plain=is_plain)
+    block, num_warps = block_and_warps(values.dtype, keys.dtype, dim, is_plain=is_plain)
     parts, sums = out, None
     if splits > 1:
         parts = values.new_empty((*query.shape[:2], splits, dim), dtype=torch.float32)

@@ -169,7 +169,8 @@ def test_attention(
     groups, dim = heads
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     most = triton_attention.tokens_of_a_tile(groups, kind, widest=widest)
-    block, num_warps = triton_attention.block_and_warps(kind, dim, is_plain=layer is _PLAIN)
+    of_keys = torch.float32 if "keys" in owner else kind
+    block, num_warps = triton_attention.block_and_warps(kind, of_keys, dim, is_plain=layer is _PLAIN)
     sizes = {
         "groups": groups,
         "kv_heads": 4,
