@@ -104,6 +104,10 @@ def absent(*given, **settings):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
+def of_another_release(query, keys, values, query_starts, key_starts, longest_query, longest_keys, is_causal=False):
+    raise AssertionError("it takes no window")
+
+
 def forward_only(*given, **settings):
     attended = lower_right(*given, **settings)
     if attended.requires_grad:
@@ -120,6 +124,7 @@ def wrong_gradient(query, keys, *given, **settings):
     [
         (UPPER_LEFT, "computes something else"),
         (absent, "only supports Ampere"),
+        (of_another_release, "unexpected keyword argument"),
         (forward_only, "only supports Ampere"),
         (wrong_gradient, "computes something else"),
     ],
